@@ -1,0 +1,186 @@
+"""The lineage tables: which token trained which checkpoint.
+
+The database enforces "once": every row has a natural key, and `BatchMember` has the attempt as its primary key, so a
+trajectory can be in one batch only. Rows are written by idempotent upsert (storage/queries.py); nothing here counts.
+"""
+
+
+
+from typing import Any
+
+from sqlalchemy import JSON, Column, Index
+from sqlmodel import Field, SQLModel
+
+
+def _json() -> Any:
+    return Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+
+
+class Run(SQLModel, table=True):
+    """One TrainingRun. Times are seconds since the epoch everywhere."""
+
+    id: str = Field(primary_key=True)
+    state: str
+    reason: str = ""
+    config: dict[str, Any] = _json()
+    mode: str
+    seed: int
+    step: int = 0
+    policy_version: int = 0
+    resume_from: str | None = None
+    started_at: float
+    ended_at: float | None = None
+
+
+class Task(SQLModel, table=True):
+    """One task as a run met it."""
+
+    id: str = Field(primary_key=True, description="<taskset>/<task id>")
+    taskset: str
+    task_id: str
+    split: str
+    kind: str = ""
+    instruction: str = ""
+
+
+class Group(SQLModel, table=True):
+    id: str = Field(primary_key=True)
+    run: str = Field(foreign_key="run.id", index=True)
+    task: str = Field(index=True)
+    number: int
+    eligible: bool
+    reason: str = ""
+    mean_reward: float | None = None
+    outcomes: dict[str, Any] = _json()
+    replaced: int = 0
+    started_at: float
+    closed_at: float
+
+
+class Episode(SQLModel, table=True):
+    """One attempt at an episode; `id` is the attempt id, which is its workflow id too."""
+
+    id: str = Field(primary_key=True)
+    episode_id: str = Field(index=True)
+    group_id: str = Field(index=True)
+    run: str = Field(foreign_key="run.id", index=True)
+    kind: str
+    task: str = Field(index=True)
+    attempt: int
+    outcome: str = Field(index=True)
+    stop_reason: str
+    reward: float | None
+    why: str = ""
+    tampered: bool = False
+    image_id: str = ""
+    seed: int = 0
+    min_version: int | None = None
+    max_version: int | None = None
+    sampled_tokens: int = 0
+    sequence_tokens: int = 0
+    queue_s: float = 0.0
+    boot_s: float = 0.0
+    generate_s: float = 0.0
+    act_s: float = 0.0
+    verify_s: float = 0.0
+    started_at: float
+    ended_at: float
+
+
+class Turn(SQLModel, table=True):
+    episode: str = Field(primary_key=True, foreign_key="episode.id")
+    turn: int = Field(primary_key=True)
+    segment: str | None = None
+    engine: str = ""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cached_tokens: int = 0
+    min_version: int = 0
+    max_version: int = 0
+    finish_reason: str = ""
+    action: str = ""
+    exit_code: int | None = None
+    timed_out: bool = False
+    generate_s: float = 0.0
+    act_s: float = 0.0
+    queue_s: float = 0.0
+
+
+class Batch(SQLModel, table=True):
+    """One optimizer update. `state`: reserved -> trained -> published. `fence` rises with each try of the update;
+    only the holder of the newest may commit."""
+
+    id: str = Field(primary_key=True)
+    run: str = Field(foreign_key="run.id", index=True)
+    step: int
+    policy_version: int
+    state: str = "reserved"
+    fence: int = 0
+    checkpoint: str = ""
+    metrics: dict[str, Any] = _json()
+    waited: dict[str, Any] = _json()
+    reserved_at: float
+    trained_at: float | None = None
+
+    __table_args__ = (Index("batch_run_step", "run", "step", unique=True),)
+
+
+class BatchMember(SQLModel, table=True):
+    """The attempt's place in the one batch that it may train."""
+
+    episode: str = Field(primary_key=True, foreign_key="episode.id")
+    batch: str = Field(foreign_key="batch.id", index=True)
+    group_id: str
+    position: int
+    advantage: float | None = None
+
+
+class PolicyVersion(SQLModel, table=True):
+    run: str = Field(primary_key=True, foreign_key="run.id")
+    version: int = Field(primary_key=True)
+    step: int
+    batch: str | None = None
+    checkpoint: str
+    """Key of the training state's manifest."""
+    created_at: float
+
+
+class Publication(SQLModel, table=True):
+    run: str = Field(primary_key=True)
+    version: int = Field(primary_key=True)
+    manifest: str
+    digest: str
+    bytes: int
+    seconds: dict[str, Any] = _json()
+    published_at: float
+
+
+class EngineLoad(SQLModel, table=True):
+    run: str = Field(primary_key=True)
+    version: int = Field(primary_key=True)
+    engine: str = Field(primary_key=True)
+    proven: bool
+    why: str = ""
+    pause_s: float = 0.0
+    seconds: dict[str, Any] = _json()
+    cached_tokens_after: int = 0
+    canary_max_abs: float = 0.0
+    loaded_at: float
+
+
+class EngineLease(SQLModel, table=True):
+    """Which run the engines serve; one row, `name` is always `engines`."""
+
+    name: str = Field(primary_key=True)
+    run: str
+    since: float
+
+
+class Evaluation(SQLModel, table=True):
+    run: str = Field(primary_key=True)
+    version: int = Field(primary_key=True)
+    episodes: int
+    mean_reward: float
+    excluded: int = 0
+    by_kind: dict[str, Any] = _json()
+    ended_at: float
