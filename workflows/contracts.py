@@ -188,6 +188,8 @@ class GenerateInput(Message):
     session: str
     """Routing key of the episode: its later turns go where its cache is."""
     turn: int = Field(ge=0)
+    model: str
+    """Folder of the run's model: its tokenizer and chat template."""
     task: TaskRef
     segments: list[str] = []
     """Object-store keys of the segments of the earlier turns, oldest first."""
@@ -340,6 +342,7 @@ class EpisodeInput(Message):
     index: int
     attempt: int
     kind: EpisodeKind
+    model: str
     task: TaskRef
     limits: RolloutLimits
     seed: int
@@ -439,6 +442,7 @@ class EpisodeSummary(Message):
 class GroupInput(Message):
     run: str
     number: int
+    model: str
     task: TaskRef
     group_size: int
     max_replacements: int
@@ -479,6 +483,7 @@ class GroupResult(Message):
 class EvaluationInput(Message):
     run: str
     version: int
+    model: str
     tasks: list[TaskRef]
     samples_per_task: int
     concurrency: int
@@ -519,6 +524,8 @@ class EngineInfo(Message):
 
 
 class OpenRunOutput(Message):
+    model: str
+    """The model's folder, absolute."""
     train_tasks: int
     held_out_tasks: int
     engines: list[EngineInfo]
@@ -589,7 +596,9 @@ class RunProgress(Message):
 
 
 class TrainerInput(Message):
-    """Bring a warm trainer up for this run and make its state durable as step 0."""
+    """Bring a warm trainer up for this run and make its state durable as step 0.
+
+    In this and the next messages `config` is the run's configuration with `model` made an absolute folder."""
 
     run: str
     config: dict[str, object]
