@@ -251,6 +251,19 @@ class ActOutput(Message):
     """True when a retry found the result of an earlier try."""
     timing: Timing = Timing()
 
+    def observation(self) -> str:
+        """What the agent sees of its command: the output, then how it ended where that was not exit 0."""
+        if self.timed_out:
+            ending = f"(timed out after {self.command_s:.0f} s)"
+        elif self.signal is not None:
+            ending = f"(ended by signal {self.signal})"
+        elif self.exit_code != 0:
+            ending = f"(exit {self.exit_code})"
+        else:
+            ending = ""
+        body = self.output.rstrip("\n")
+        return "\n".join(part for part in (body, ending) if part) or "(no output)"
+
 
 class VerifyInput(Message):
     lease: SandboxLease
@@ -504,6 +517,11 @@ class EvaluationResult(Message):
     """Mean reward per kind of task."""
     excluded: int = 0
     """Episodes that infrastructure took, after their replacements."""
+
+
+class EvaluationRecord(Message):
+    run: str
+    result: EvaluationResult
 
 
 # --- control activities -------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""The named time-out and retry policies, and the one way in which workflows call activities.
+
+A deadline nests in the next: a command's own inside the activity, the activity's start-to-close above it. Heartbeats
+are beaten by the worker's interceptor for every activity that has a heartbeat time-out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+from temporalio import workflow
+from temporalio.common import RetryPolicy
+from temporalio.workflow import ActivityCancellationType, ActivityHandle
+
+from workflows.contracts import Message
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Policy:
+    start_to_close: timedelta
+    heartbeat: timedelta
+    retry: RetryPolicy
+    schedule_to_close: timedelta | None = None
+    cancellation: ActivityCancellationType = ActivityCancellationType.TRY_CANCEL
+
+    def lasting(self, seconds: float) -> Policy:
+        """The same with room for `seconds` of the agent's own command."""
+        return replace(self, start_to_close=self.start_to_close + timedelta(seconds=seconds))
+
+
+def _retry(first_s: float, longest_s: float, attempts: int) -> RetryPolicy:
+    return RetryPolicy(
+        initial_interval=timedelta(seconds=first_s),
+        backoff_coefficient=2.0,
+        maximum_interval=timedelta(seconds=longest_s),
+        maximum_attempts=attempts,
+    )
+
+
+GENERATE = Policy(timedelta(minutes=10), timedelta(seconds=10), _retry(0.5, 10, 12))
+"""One answer of the engine; outlasts an engine's restart."""
+SANDBOX = Policy(
+    timedelta(seconds=90),
+    timedelta(seconds=10),
+    _retry(0.5, 10, 10),
+    cancellation=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+)
+"""One call on a sandbox, exactly once by its key; outlasts a restart of the daemon."""
+CLEAN_UP = Policy(timedelta(minutes=2), timedelta(seconds=15), _retry(0.5, 10, 20))
+LINEAGE = Policy(timedelta(minutes=1), timedelta(seconds=15), _retry(0.2, 10, 0), timedelta(hours=2))
+"""A short idempotent database write."""
+CHECK = Policy(timedelta(minutes=2), timedelta(seconds=30), _retry(0.5, 10, 20))
+UPDATE = Policy(timedelta(hours=6), timedelta(seconds=20), _retry(1, 30, 20))
+PUBLISH = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 20))
+SERVE = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 5))
+APPLY = Policy(timedelta(minutes=10), timedelta(seconds=15), _retry(1, 10, 10))
+
+
+def start(
+    name: str,
+    message: Message,
+    result: type[Result],
+    policy: Policy,
+    *,
+    summary: str,
+    queue: str | None = None,
+) -> ActivityHandle[Result]:
+    """Schedule the activity `name`. `queue` None is the workflow's own, which the server executes eagerly."""
+    return workflow.start_activity(
+        name,
+        message,
+        task_queue=queue,
+        result_type=result,
+        start_to_close_timeout=policy.start_to_close,
+        schedule_to_close_timeout=policy.schedule_to_close,
+        heartbeat_timeout=policy.heartbeat,
+        retry_policy=policy.retry,
+        cancellation_type=policy.cancellation,
+        summary=summary[:200],
+    )
+
+
+async def call(
+    name: str,
+    message: Message,
+    result: type[Result],
+    policy: Policy,
+    *,
+    summary: str,
+    queue: str | None = None,
+) -> Result:
+    """`start`, and wait. Raises temporalio.exceptions.ActivityError."""
+    return await start(name, message, result, policy, summary=summary, queue=queue)
