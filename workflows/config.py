@@ -22,7 +22,7 @@ class RolloutConfig(Section):
 
     group_size: int = Field(8, ge=2, le=64, description="Siblings per task; the baseline is their mean.")
     groups_per_batch: int = Field(8, ge=1, le=256, description="Eligible groups that make a batch.")
-    temperature: float = Field(1.0, gt=0, le=2, description="Sampling temperature, above 0: training needs its logprobs.")
+    temperature: float = Field(1.0, gt=0, le=2, description="Sampling temperature, above 0.")
     top_p: float = Field(1.0, description="Must be 1 in training: the engine would renormalise over the kept tokens.")
     top_k: int = Field(0, description="Must be 0 in training, for the same reason.")
     min_p: float = Field(0.0, description="Must be 0 in training, for the same reason.")
@@ -32,12 +32,12 @@ class RolloutConfig(Section):
     context_length: int = Field(512, ge=32, description="Prompt and sampled tokens together, per episode.")
     step_timeout_s: float = Field(10, gt=0, le=3600, description="Seconds one command may run.")
     time_budget_s: float = Field(60, gt=0, description="Seconds all commands of an episode may run.")
-    max_output_chars: int = Field(2000, ge=100, le=16000, description="Characters of a command's output that the agent sees.")
-    malformed_reminders: int = Field(1, ge=0, le=5, description="Reminders before an unreadable action ends the episode.")
-    max_replacements: int = Field(4, ge=0, le=64, description="Attempts a group may replace after infrastructure failures.")
+    max_output_chars: int = Field(2000, ge=100, le=16000, description="Characters of output that the agent sees.")
+    malformed_reminders: int = Field(1, ge=0, le=5, description="Reminders before malformed actions end it.")
+    max_replacements: int = Field(4, ge=0, le=64, description="Attempts that a group may replace.")
     failure_reward: float = Field(0.0, description="Reward of endings that are the agent's fault and are not graded.")
-    max_off_policy_steps: int = Field(1, ge=0, le=16, description="async only: versions by which a batch may lag the trainer.")
-    refill: float = Field(2.0, ge=1, le=16, description="Groups admitted per batch at most, as a multiple of groups_per_batch.")
+    max_off_policy_steps: int = Field(1, ge=0, le=16, description="async: versions a batch may lag.")
+    refill: float = Field(2.0, ge=1, le=16, description="Groups per batch at most, in groups_per_batch.")
 
     @field_validator("top_p")
     @classmethod
@@ -78,8 +78,8 @@ class TrainingConfig(Section):
     scale_by_std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     importance_cap: float = Field(2.0, ge=1, description="Cap of the truncated importance weight per token.")
     micro_batch_tokens: int = Field(8192, ge=32, description="Padded tokens of one forward pass.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on a GPU, float32 on a CPU.")
-    deepspeed: dict[str, Any] = Field(default_factory=dict, description="Merged over the DeepSpeed JSON that Ratchet makes.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPU, float32 on CPU.")
+    deepspeed: dict[str, Any] = Field(default_factory=dict, description="Merged over the DeepSpeed JSON.")
 
 
 class EvaluationConfig(Section):
@@ -103,7 +103,7 @@ class RunConfig(Section):
     mode: Literal["sync", "async"] = Field("async", description="async: generation goes on during the update.")
     max_concurrent_episodes: int = Field(32, ge=1, le=1024, description="Episodes in flight.")
     resume_from: str | None = Field(None, description="Id of a run whose last checkpoint this one starts from.")
-    continue_as_new_every: int = Field(10, ge=1, description="Updates after which the workflow's history starts afresh.")
+    continue_as_new_every: int = Field(10, ge=1, description="Updates per workflow history.")
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -123,7 +123,7 @@ class RunConfig(Section):
 
 
 def parse_run_config(raw: object) -> RunConfig:
-    """The validated configuration. Raises ValueError with one line per mistake: field, what is wrong, what was given."""
+    """The validated configuration. Raises ValueError with one line per mistake: field, fault, what was given."""
     if not isinstance(raw, dict):
         raise ValueError(f"the input must be one JSON object as in examples/runs/shell.json, not {type(raw).__name__}")
     try:

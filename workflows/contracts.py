@@ -532,6 +532,8 @@ class OpenRunInput(Message):
 
     run: str
     config: dict[str, object]
+    execution: str = ""
+    """The workflow's first execution: tells a retry from a second run under the same id."""
 
 
 class EngineInfo(Message):
@@ -572,6 +574,15 @@ class LeaseEnginesInput(Message):
 class LeaseEnginesOutput(Message):
     held_by: str = ""
     """The run that holds the engines; empty when the lease was given."""
+
+
+class ClosedGroupsInput(Message):
+    group_ids: list[str]
+
+
+class ClosedGroupsOutput(Message):
+    closed: list[str]
+    """Those of `group_ids` whose workflow does not run any more."""
 
 
 class ReserveBatchInput(Message):

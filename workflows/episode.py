@@ -19,8 +19,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.contracts import (
         AcquireInput,
         AcquireOutput,
-        Action,
         ActInput,
+        Action,
         ActionKind,
         ActOutput,
         EpisodeInput,
@@ -171,7 +171,9 @@ class Episode:
         except ActivityError as error:
             raise _lost(error, Boundary.ENGINE) from error
         if out.finish_reason is FinishReason.CONTEXT_FULL:
-            raise _Ended(StopReason.CONTEXT_FULL, f"the prompt of turn {turn} does not fit {limits.context_length} tokens")
+            raise _Ended(
+                StopReason.CONTEXT_FULL, f"the prompt of turn {turn} does not fit {limits.context_length} tokens"
+            )
         self._sampled += out.sampled_tokens
         self._sequence = out.prompt_tokens + out.sampled_tokens
         self._queue_s += out.timing.queue_s
@@ -221,7 +223,11 @@ class Episode:
         message = VerifyInput(lease=self._lease, task=self._input.task, answer=self._answer)
         try:
             out = await policies.call(
-                "verify", message, VerifyOutput, policies.SANDBOX, summary=f"verify {self._input.task.task_id}: {reason}"
+                "verify",
+                message,
+                VerifyOutput,
+                policies.SANDBOX,
+                summary=f"verify {self._input.task.task_id}: {reason}",
             )
         except ActivityError as error:
             return None, *stop_reason_of(error, Boundary.VERIFIER)
@@ -271,12 +277,13 @@ class Episode:
         )
 
     def _show(self, record: EpisodeRecord) -> None:
-        updates = [OUTCOME.value_set(record.outcome.value), STOP_REASON.value_set(record.stop_reason.value)]
+        workflow.upsert_search_attributes(
+            [OUTCOME.value_set(record.outcome.value), STOP_REASON.value_set(record.stop_reason.value)]
+        )
         if record.max_version is not None:
-            updates.append(POLICY_VERSION.value_set(record.max_version))  # type: ignore[arg-type]
+            workflow.upsert_search_attributes([POLICY_VERSION.value_set(record.max_version)])
         if record.reward is not None:
-            updates.append(REWARD.value_set(record.reward))  # type: ignore[arg-type]
-        workflow.upsert_search_attributes(updates)
+            workflow.upsert_search_attributes([REWARD.value_set(record.reward)])
         self._transcript.ended(record)
 
 

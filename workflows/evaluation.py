@@ -63,7 +63,7 @@ class Evaluation:
             summary=f"version {input.version}: mean reward {result.mean_reward:.3f} over {result.episodes}",
         )
         workflow.upsert_search_attributes(
-            [POLICY_VERSION.value_set(input.version), REWARD.value_set(result.mean_reward)]  # type: ignore[arg-type]
+            [POLICY_VERSION.value_set(input.version), REWARD.value_set(result.mean_reward)]
         )
         return result
 

@@ -48,7 +48,11 @@ class Group:
             siblings = await asyncio.gather(*(self._sibling(index) for index in range(input.group_size)))
             result = self._close([sibling for sibling in siblings if sibling is not None])
             await policies.call(
-                "record_group", result, type(None), policies.LINEAGE, summary=f"{result.group_id}: {self._words(result)}"
+                "record_group",
+                result,
+                type(None),
+                policies.LINEAGE,
+                summary=f"{result.group_id}: {self._words(result)}",
             )
         except (asyncio.CancelledError, FailureError) as error:
             reason = "cancelled" if is_cancelled_exception(error) else f"failed: {error}"
@@ -73,7 +77,7 @@ class Group:
             attempt += 1
 
     async def _attempt(self, index: int, attempt: int) -> EpisodeSummary | None:
-        """One attempt's summary; None when the attempt's workflow itself failed, which is our fault or an operator's."""
+        """One attempt's summary; None when its workflow itself failed, which is our fault or an operator's."""
         input = self._input
         episode = EpisodeInput(
             run=input.run,
@@ -142,7 +146,7 @@ class Group:
 
 async def start_episode(episode: EpisodeInput) -> EpisodeSummary:
     """Run an attempt as a child of the calling workflow. Raises ChildWorkflowError when its workflow fails."""
-    return await workflow.execute_child_workflow(
+    summary: EpisodeSummary = await workflow.execute_child_workflow(
         "Episode",
         episode,
         id=episode.attempt_id,
@@ -152,3 +156,4 @@ async def start_episode(episode: EpisodeInput) -> EpisodeSummary:
         search_attributes=started(episode.run, episode.task.task_id),
         static_summary=f"{episode.task.task_id}, sibling {episode.index}, attempt {episode.attempt}",
     )
+    return summary

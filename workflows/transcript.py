@@ -27,7 +27,9 @@ class Transcript:
         return f"turn {turn}: {self._last}" if self._last else f"turn {turn}: first answer"
 
     def answered(self, turn: int, out: GenerateOutput) -> None:
-        versions = f"v{out.min_version}" if out.min_version == out.max_version else f"v{out.min_version}-{out.max_version}"
+        versions = (
+            f"v{out.min_version}" if out.min_version == out.max_version else f"v{out.min_version}-{out.max_version}"
+        )
         self._add(f"**turn {turn}** · {versions} · {out.sampled_tokens} tokens · {out.engine}", out.text)
 
     def acted(self, turn: int, out: ActOutput) -> None:
