@@ -1,18 +1,26 @@
 """Settings of the stack: read from the environment here and nowhere else.
 
-Every field is `RATCHET_<NAME>` in the environment. Secrets have no default on disk but the one that `ratchet up`
-writes into the state folder with mode 0600; they are never logged.
+Every field is `RATCHET_<NAME>` in the environment. What the environment leaves open comes from the state folder, where
+`ratchet up` remembers its addresses (stack.json) and its keys (secrets.json, mode 0600), so that every command finds
+the stack without options. Secrets are never logged.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from workflows.contracts import EngineInfo
+
+STACK_FILE = "stack.json"
+SECRETS_FILE = "secrets.json"
 
 
 class Settings(BaseSettings):
@@ -31,9 +39,23 @@ class Settings(BaseSettings):
     s3_region: str = "us-east-1"
     s3_access_key: SecretStr = SecretStr("")
     s3_secret_key: SecretStr = SecretStr("")
-    engines: str = Field("", description="name=url pairs of the engines of all hosts, comma-separated; name is <host>-<x>.")
+    engines: str = Field(
+        "", description="name=url pairs of the engines of all hosts, comma-separated; name is <host>-<x>."
+    )
     docker_host: str = Field("", description="Docker's address; empty: the local socket.")
     sandbox_slots: int = Field(16, ge=1, description="Sandboxes that may live at once on this host.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        home = init_settings().get("home") or env_settings().get("home") or cls.model_fields["home"].default
+        return init_settings, env_settings, _StateFolder(settings_cls, Path(home))
 
     @cached_property
     def home_path(self) -> Path:
@@ -50,3 +72,48 @@ class Settings(BaseSettings):
         return [
             EngineInfo(name=name.strip(), host=name.strip().rsplit("-", 1)[0], url=url.strip()) for name, url in pairs
         ]
+
+
+class _StateFolder(PydanticBaseSettingsSource):
+    """What `ratchet up` wrote: the `settings` of stack.json and the keys of secrets.json. Missing files are empty."""
+
+    def __init__(self, settings_cls: type[BaseSettings], home: Path) -> None:
+        super().__init__(settings_cls)
+        folder = home.expanduser()
+        self._values: dict[str, Any] = {
+            **_read_json(folder / STACK_FILE).get("settings", {}),
+            **_read_json(folder / SECRETS_FILE),
+        }
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self._values
+
+
+class UpOptions(BaseSettings):
+    """What `ratchet up` may be told by the environment; None leaves what the state folder remembers, or the default."""
+
+    model_config = SettingsConfigDict(env_prefix="RATCHET_", extra="ignore")
+
+    engine_count: int | None = Field(None, ge=0, le=64, description="Engines on this host.")
+    parts: str | None = Field(None, description="Parts to run here, comma-separated; empty: all.")
+    temporal_port: int | None = Field(None, ge=1, le=65535)
+    temporal_http_port: int | None = Field(None, ge=1, le=65535)
+    temporal_metrics_port: int | None = Field(None, ge=1, le=65535)
+    ui_port: int | None = Field(None, ge=1, le=65535)
+    s3_port: int | None = Field(None, ge=1, le=65535)
+    engine_port: int | None = Field(None, ge=1, le=65535, description="Port of the first engine; the others follow.")
+
+
+def inherited_environment() -> dict[str, str]:
+    """A copy of this process's environment, for the children of the stack."""
+    return dict(os.environ)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text())
+    return value if isinstance(value, dict) else {}

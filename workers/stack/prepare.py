@@ -1,0 +1,58 @@
+"""What must be true before a worker starts: the schema is current, the bucket exists, histories are kept for 30 days.
+
+Run by the supervisor as `python -m workers.stack.prepare` with the stack's settings; safe to run again at any time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from workers.settings import Settings
+from workers.stack.parts import tool
+
+RETENTION = "720h"
+NAMESPACE_S = 30.0
+
+
+def main() -> None:
+    settings = Settings()
+    _migrate(settings)
+    _bucket(settings)
+    _retention(settings)
+
+
+def _migrate(settings: Settings) -> None:
+    from storage.migrations import migrate
+
+    migrate(settings.sql_url)
+
+
+def _bucket(settings: Settings) -> None:
+    from storage.objects import ObjectStore
+
+    ObjectStore.connect(
+        endpoint=settings.s3_endpoint,
+        bucket=settings.s3_bucket,
+        region=settings.s3_region,
+        access_key=settings.s3_access_key.get_secret_value(),
+        secret_key=settings.s3_secret_key.get_secret_value(),
+    ).ensure_bucket()
+
+
+def _retention(settings: Settings) -> None:
+    """The dev server forgets a closed workflow after a day; a person looks at one for longer."""
+    command = [tool("temporal"), "--address", settings.temporal_address, "operator", "namespace", "update"]
+    command += ["--namespace", settings.temporal_namespace, "--retention", RETENTION]
+    deadline = time.monotonic() + NAMESPACE_S
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NAMESPACE_S, check=False)
+        if done.returncode == 0:
+            return
+        if time.monotonic() > deadline:
+            raise SystemExit(f"could not set the retention of {settings.temporal_namespace}: {done.stderr.strip()}")
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()
