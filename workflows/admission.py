@@ -68,7 +68,7 @@ class Admission:
                 self._probe = asyncio.create_task(self._probe_later())
             carry.task_cursor += 1
             self._starting = True
-            await self._start_group(carry.pool.admit(), self._tasks.pop(0))
+            await self._start_group(carry.pool.admit(carry.rules), self._tasks.pop(0))
             self._starting = False
 
     def _room(self) -> int:

@@ -11,7 +11,7 @@ import asyncio
 from contextlib import suppress
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
@@ -73,7 +73,7 @@ class Episode:
             verdict = None
             if needs_verdict(reason):
                 verdict, reason, why = await self._verify(reason, why)
-        except BaseException:
+        except (Exception, asyncio.CancelledError):
             await self._release()
             raise
         record = self._record(reason, why, verdict)
@@ -117,10 +117,11 @@ class Episode:
             with suppress(_Ended):
                 await boot
             return (end.reason, end.why) if self._lease else await self._boot_failure(boot, end)
-        finally:
+        except (ActivityError, asyncio.CancelledError):
             boot.cancel()
-            with suppress(BaseException):
+            with suppress(_Ended, ActivityError, asyncio.CancelledError):
                 await boot
+            raise
 
     async def _boot_failure(self, boot: asyncio.Task[None], end: _Ended) -> tuple[StopReason, str]:
         """An engine's failure stands; any other ending without a sandbox is the sandbox's loss."""
@@ -230,7 +231,8 @@ class Episode:
                 summary=f"verify {self._input.task.task_id}: {reason}",
             )
         except ActivityError as error:
-            return None, *stop_reason_of(error, Boundary.VERIFIER)
+            end = _lost(error, Boundary.VERIFIER)
+            return None, end.reason, end.why
         self._verify_s += out.timing.run_s
         self._queue_s += out.timing.queue_s
         self._transcript.verified(out)
@@ -288,6 +290,9 @@ class Episode:
 
 
 def _lost(error: ActivityError, boundary: Boundary) -> _Ended:
+    """The ending that a failed call means. Raises the error itself when it is our own cancellation."""
+    if is_cancelled_exception(error):
+        raise error
     return _Ended(*stop_reason_of(error, boundary))
 
 

@@ -34,6 +34,8 @@ class ReadyPool(BaseModel):
 
     next_number: int = 0
     in_flight: list[int] = []
+    wave: int = 0
+    """sync mode: groups of the present wave that have not started."""
     ready: list[GroupResult] = []
     reserved: int = 0
     """Groups of the batch that is being trained; their slots free when its weights are applied."""
@@ -44,19 +46,25 @@ class ReadyPool(BaseModel):
 
     def admissible(self, rules: PoolRules, *, at_most: int | None = None) -> int:
         """How many groups may start now."""
+        slots = rules.max_in_flight - len(self.in_flight)
+        if at_most is not None:
+            slots = min(slots, at_most - len(self.in_flight))
+        return max(0, min(slots, self._wanted(rules)))
+
+    def _wanted(self, rules: PoolRules) -> int:
+        if self.wave:
+            return self.wave
         if rules.waves and self.in_flight:
             return 0
-        room = min(
+        return min(
             rules.capacity - len(self.in_flight) - len(self.ready) - self.reserved,
             rules.refill_limit - self.admitted_for_batch,
-            rules.max_in_flight - len(self.in_flight),
         )
-        if at_most is not None:
-            room = min(room, at_most - len(self.in_flight))
-        return max(0, room)
 
-    def admit(self) -> int:
+    def admit(self, rules: PoolRules) -> int:
         """The number of the next group."""
+        if rules.waves:
+            self.wave = self._wanted(rules) - 1
         number = self.next_number
         self.next_number += 1
         self.in_flight.append(number)
@@ -88,7 +96,7 @@ class ReadyPool(BaseModel):
 
     def batch_is_ready(self, rules: PoolRules) -> bool:
         """A full batch; or what there is, once the admission for this batch is used up and all its groups closed."""
-        if rules.waves and self.in_flight:
+        if rules.waves and (self.in_flight or self.wave):
             return False
         if len(self.ready) >= rules.groups_per_batch:
             return True

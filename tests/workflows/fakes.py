@@ -1,0 +1,209 @@
+"""Scripted stand-ins for every activity, at the seam that Temporal gives: names and messages.
+
+`World` holds the script and what was called. Unit tests of the workflows only; nothing that leaves the box runs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from workflows.contracts import (
+    AcquireInput,
+    AcquireOutput,
+    ActInput,
+    Action,
+    ActionKind,
+    ActOutput,
+    ApplyInput,
+    ApplyOutput,
+    ClosedGroupsInput,
+    ClosedGroupsOutput,
+    CloseRunInput,
+    EngineInfo,
+    EpisodeRecord,
+    EvaluationRecord,
+    FailureType,
+    FinishReason,
+    GenerateInput,
+    GenerateOutput,
+    GroupResult,
+    LeaseEnginesInput,
+    LeaseEnginesOutput,
+    OpenRunInput,
+    OpenRunOutput,
+    PickTasksInput,
+    PickTasksOutput,
+    PublishInput,
+    PublishOutput,
+    ReleaseInput,
+    ReserveBatchInput,
+    ReserveBatchOutput,
+    RunProgress,
+    SandboxLease,
+    ServeInput,
+    ServeOutput,
+    SweepInput,
+    SweepOutput,
+    TaskRef,
+    TrainerInput,
+    TrainerOutput,
+    UpdateInput,
+    UpdateOutput,
+    VerifyInput,
+    VerifyOutput,
+)
+
+COMMAND = Action(kind=ActionKind.COMMAND, command="cat /data/a")
+ANSWER = Action(kind=ActionKind.FINAL, answer="42")
+MALFORMED = Action(kind=ActionKind.MALFORMED, error="no action found")
+
+
+def final(failure: FailureType, message: str = "scripted") -> ApplicationError:
+    return ApplicationError(message, type=failure, non_retryable=True)
+
+
+class World:
+    def __init__(self) -> None:
+        self.version = 0
+        self.calls: dict[str, list[Any]] = defaultdict(list)
+        self.actions: Callable[[GenerateInput], Action] = lambda m: COMMAND if m.turn == 0 else ANSWER
+        self.reward: Callable[[VerifyInput], float] = lambda m: float(m.lease.attempt_id.split("/")[-2][1:]) % 2
+        self.fail: Callable[[str, Any], None] = lambda name, message: None
+        self.act_output = ActOutput(exit_code=0, output="42\n", command_s=0.01)
+        self.finish_reason = FinishReason.STOP
+        self.gate: asyncio.Event | None = None
+
+    def _note(self, name: str, message: Any) -> None:
+        self.calls[name].append(message)
+        self.fail(name, message)
+
+    @property
+    def activities(self) -> list[Callable[..., Any]]:
+        members = (getattr(self, name) for name in dir(self) if name != "activities")
+        return [member for member in members if hasattr(member, "__temporal_activity_definition")]
+
+    @activity.defn
+    async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
+        self._note("open_run", message)
+        engines = [EngineInfo(name="h-e0", host="h", url="http://x")]
+        return OpenRunOutput(model="/m", train_tasks=9, held_out_tasks=9, engines=engines)
+
+    @activity.defn
+    async def lease_engines(self, message: LeaseEnginesInput) -> LeaseEnginesOutput:
+        self._note("lease_engines", message)
+        return LeaseEnginesOutput()
+
+    @activity.defn
+    async def start_trainer(self, message: TrainerInput) -> TrainerOutput:
+        self._note("start_trainer", message)
+        return TrainerOutput(checkpoint="c0", parameters=1, world_size=1)
+
+    @activity.defn
+    async def serve(self, message: ServeInput) -> ServeOutput:
+        self._note("serve", message)
+        return ServeOutput(engine=message.engine.name, restarted=False, seconds=0)
+
+    @activity.defn
+    async def publish(self, message: PublishInput) -> PublishOutput:
+        self._note("publish", message)
+        return PublishOutput(version=message.version, manifest=f"m{message.version}", digest="d", bytes=1)
+
+    @activity.defn
+    async def apply(self, message: ApplyInput) -> ApplyOutput:
+        self._note("apply", message)
+        self.version = message.version
+        return ApplyOutput(engine=message.engine.name, version=message.version, proven=True, pause_s=0.1)
+
+    @activity.defn
+    async def pick_tasks(self, message: PickTasksInput) -> PickTasksOutput:
+        self._note("pick_tasks", message)
+        numbers = range(message.cursor, message.cursor + message.count)
+        return PickTasksOutput(
+            tasks=[TaskRef(taskset="shell", split=message.split, task_id=f"count-{number:04d}") for number in numbers]
+        )
+
+    @activity.defn
+    async def reserve_batch(self, message: ReserveBatchInput) -> ReserveBatchOutput:
+        self._note("reserve_batch", message)
+        return ReserveBatchOutput(batch_id=message.batch_id, episodes=sum(len(g.members) for g in message.groups))
+
+    @activity.defn
+    async def update(self, message: UpdateInput) -> UpdateOutput:
+        self._note("update", message)
+        return UpdateOutput(step=message.step, checkpoint=f"c{message.step}", metrics={"loss": 0.1})
+
+    @activity.defn
+    async def record_progress(self, message: RunProgress) -> None:
+        self._note("record_progress", message)
+
+    @activity.defn
+    async def record_group(self, message: GroupResult) -> None:
+        self._note("record_group", message)
+
+    @activity.defn
+    async def record_episode(self, message: EpisodeRecord) -> None:
+        self._note("record_episode", message)
+
+    @activity.defn
+    async def record_evaluation(self, message: EvaluationRecord) -> None:
+        self._note("record_evaluation", message)
+
+    @activity.defn
+    async def closed_groups(self, message: ClosedGroupsInput) -> ClosedGroupsOutput:
+        self._note("closed_groups", message)
+        return ClosedGroupsOutput(closed=message.group_ids)
+
+    @activity.defn
+    async def close_run(self, message: CloseRunInput) -> None:
+        self._note("close_run", message)
+
+    @activity.defn
+    async def sweep(self, message: SweepInput) -> SweepOutput:
+        self._note("sweep", message)
+        return SweepOutput()
+
+    @activity.defn
+    async def acquire(self, message: AcquireInput) -> AcquireOutput:
+        self._note("acquire", message)
+        lease = SandboxLease(
+            sandbox_id="s", container_id="c", image_id="sha256:i", host="h", attempt_id=message.attempt_id
+        )
+        return AcquireOutput(lease=lease)
+
+    @activity.defn
+    async def generate(self, message: GenerateInput) -> GenerateOutput:
+        self._note("generate", message)
+        if self.gate is not None:
+            await self.gate.wait()
+        return GenerateOutput(
+            segment=f"{message.attempt_id}/t{message.turn}",
+            action=self.actions(message),
+            text="text",
+            finish_reason=self.finish_reason,
+            engine="h-e0",
+            prompt_tokens=10,
+            sampled_tokens=5,
+            min_version=self.version,
+            max_version=self.version,
+        )
+
+    @activity.defn
+    async def act(self, message: ActInput) -> ActOutput:
+        self._note("act", message)
+        return self.act_output
+
+    @activity.defn
+    async def verify(self, message: VerifyInput) -> VerifyOutput:
+        self._note("verify", message)
+        reward = self.reward(message)
+        return VerifyOutput(reward=reward, passed=reward >= 1)
+
+    @activity.defn
+    async def release(self, message: ReleaseInput) -> None:
+        self._note("release", message)
