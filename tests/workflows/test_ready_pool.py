@@ -1,0 +1,116 @@
+"""The pool's rules, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workflows.contracts import GroupResult
+from workflows.ready_pool import PoolRules, ReadyPool
+
+
+def rules(**changes: Any) -> PoolRules:
+    values = {
+        "groups_per_batch": 2,
+        "capacity": 4,
+        "refill_limit": 6,
+        "max_in_flight": 10,
+        "max_off_policy_steps": 1,
+        "waves": False,
+    }
+    return PoolRules(**(values | changes))
+
+
+def closed(number: int, *, eligible: bool = True, version: int = 0, members: bool = True) -> GroupResult:
+    return GroupResult(
+        group_id=f"r/g{number}",
+        number=number,
+        task_id="t",
+        members=["m"] if members else [],
+        rewards=[1.0] if members else [],
+        eligible=eligible,
+        reason="" if eligible else "no_signal",
+        min_version=version,
+        max_version=version,
+    )
+
+
+def fill(pool: ReadyPool, bounds: PoolRules) -> list[int]:
+    return [pool.admit(bounds) for _ in range(pool.admissible(bounds))]
+
+
+def test_admission_is_bounded_by_what_the_trainer_will_consume() -> None:
+    pool, bounds = ReadyPool(), rules()
+    assert fill(pool, bounds) == [0, 1, 2, 3]
+    for number in (0, 1, 2):
+        pool.close(closed(number))
+    assert pool.admissible(bounds) == 0, "ready groups hold their slots"
+    assert [group.number for group in pool.cut(bounds)] == [0, 1]
+    assert pool.admissible(bounds) == 0, "a slot frees when the group was trained, not when it was cut"
+    pool.trained()
+    assert pool.admissible(bounds) == 2
+
+
+def test_the_batch_takes_the_oldest_complete_groups() -> None:
+    pool, bounds = ReadyPool(), rules()
+    fill(pool, bounds)
+    for number in (3, 1, 2):
+        pool.close(closed(number))
+    assert [group.number for group in pool.cut(bounds)] == [1, 2]
+
+
+def test_a_group_beyond_the_version_limit_is_held_out_and_counted() -> None:
+    pool, bounds = ReadyPool(), rules()
+    fill(pool, bounds)
+    pool.close(closed(0, version=0))
+    pool.close(closed(1, version=2))
+    pool.drop_stale(bounds, version=2)
+    assert [group.number for group in pool.ready] == [1] and pool.dropped == {"too_stale": 1}
+
+
+def test_a_short_batch_is_cut_when_the_refill_is_used_up() -> None:
+    pool, bounds = ReadyPool(), rules(capacity=2, refill_limit=4)
+    while numbers := fill(pool, bounds):
+        for number in numbers:
+            pool.close(closed(number, eligible=number == 0))
+    assert pool.spent(bounds) and pool.batch_is_ready(bounds)
+    assert [group.number for group in pool.cut(bounds)] == [0]
+    assert pool.dropped == {"no_signal": 3}
+
+
+@given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
+def test_a_sync_batch_does_not_depend_on_the_order_of_finishing(order: list[int], without_signal: set[int]) -> None:
+    bounds = rules(groups_per_batch=4, capacity=4, refill_limit=8, waves=True)
+    batches = []
+    for sequence in (list(range(4)), order):
+        pool = ReadyPool()
+        assert fill(pool, bounds) == [0, 1, 2, 3]
+        for number in sequence:
+            assert pool.admissible(bounds) == 0 and not pool.batch_is_ready(bounds)
+            pool.close(closed(number, eligible=number not in without_signal))
+        refill = fill(pool, bounds)
+        assert len(refill) == len(without_signal)
+        for number in reversed(refill):
+            pool.close(closed(number))
+        batches.append([group.number for group in pool.cut(bounds)])
+    assert batches[0] == batches[1] and len(batches[0]) == 4
+
+
+def test_a_wave_starts_whole_even_when_slots_are_few() -> None:
+    pool, bounds = ReadyPool(), rules(groups_per_batch=4, capacity=4, waves=True, max_in_flight=2)
+    assert fill(pool, bounds) == [0, 1]
+    pool.close(closed(0, eligible=False))
+    assert fill(pool, bounds) == [2]
+    pool.close(closed(1))
+    pool.close(closed(2))
+    assert fill(pool, bounds) == [3]
+    assert not pool.batch_is_ready(bounds)
+
+
+def test_a_report_is_taken_once() -> None:
+    pool, bounds = ReadyPool(), rules()
+    fill(pool, bounds)
+    assert pool.close(closed(0)) and not pool.close(closed(0))
+    assert len(pool.ready) == 1
