@@ -7,6 +7,7 @@ needs them, so that `ratchet --help` answers at once. Exit codes: 0 well, 1 not 
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import sys
 import time
@@ -15,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from workers.settings import Settings, UpOptions
-
 if TYPE_CHECKING:
+    from workers.settings import Settings
     from workers.stack.state import Home, Stack
     from workers.stack.status import PartStatus
 
@@ -44,6 +44,7 @@ def up(
     engine_port: Port = None,
 ) -> None:
     """Start the stack on this machine and wait until it is healthy. Remembers its options for the next time."""
+    from workers.settings import UpOptions
     from workers.stack.control import StackError
     from workers.stack.control import up as bring_up
 
@@ -97,11 +98,12 @@ def env() -> None:
     """Lines for your shell, so that the `temporal` command finds this stack: eval "$(ratchet env)"."""
     from workers.stack.parts import tool
 
-    settings = Settings()
+    settings = _settings()
     values = {
         "RATCHET_HOME": str(settings.home_path),
         "TEMPORAL_ADDRESS": settings.temporal_address,
         "TEMPORAL_NAMESPACE": settings.temporal_namespace,
+        "RATCHET_TEMPORAL_UI": f"http://{settings.temporal_address.rpartition(':')[0]}:{settings.temporal_ui_port}",
     }
     for name, value in values.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -114,7 +116,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
     """What this machine has, what is missing and what to do about it. Exit code 1 if something needed is missing."""
     from workers.doctor import examine, render, to_json
 
-    findings = examine(Settings())
+    findings = examine(_settings())
     typer.echo(to_json(findings) if as_json else render(findings))
     if any(finding.needed and not finding.ok for finding in findings):
         raise typer.Exit(1)
@@ -129,7 +131,7 @@ def bootstrap(
     """Make a starting policy; a finished one is kept as it is."""
     if policy not in ("tiny", "smollm2"):
         raise typer.BadParameter(f"{policy!r}: there are tiny and smollm2", param_hint="policy")
-    folder = out or Settings().home_path / "models" / policy
+    folder = out or _settings().home_path / "models" / policy
     folder.parent.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"workers.bootstrap.{policy}")
     if policy == "tiny":
@@ -147,7 +149,10 @@ def watch(
     """Follow a run until it ends. Exit code 0 if it finished, 1 if it failed or was cancelled."""
     from workers.watch import watch_run
 
-    raise typer.Exit(watch_run(Settings(), run, every_s=every))
+    code = watch_run(_settings(), run, every_s=every)
+    sys.stdout.flush()
+    # The Temporal SDK's threads now and then abort an interpreter that ends in the ordinary way.
+    os._exit(code)
 
 
 def main() -> None:
@@ -160,7 +165,13 @@ def main() -> None:
 def _home() -> Home:
     from workers.stack.state import Home
 
-    return Home(Settings().home_path)
+    return Home(_settings().home_path)
+
+
+def _settings() -> Settings:
+    from workers.settings import Settings
+
+    return Settings()
 
 
 def _addresses(home: Home, stack: Stack) -> list[str]:
