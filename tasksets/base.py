@@ -31,6 +31,8 @@ class Task(BaseModel):
     oracle: list[str] = []
     """Commands that solve the task, one per turn."""
     oracle_answer: str = ""
+    oracle_observations: list[str] = []
+    """What the agent sees of each command of `oracle`, where the taskset knows it: the warm start learns from it."""
     image: str = "busybox"
     """Name of a base image that Ratchet builds."""
 

@@ -56,6 +56,11 @@ class ShellTaskset:
         return KINDS[kind](task_id, draw)
 
 
+def draw_task(kind: str, rng: random.Random) -> Task:
+    """A task with parameters of the training split, as many as anyone wants: what the warm start practises on."""
+    return KINDS[kind](f"{kind}-drawn", _Draw(rng, held_out=False))
+
+
 class _Draw:
     """Parameters of one task. `words` never repeats a word within the task."""
 
@@ -112,6 +117,7 @@ def _find(task_id: str, draw: _Draw) -> Task:
         check=_answer_is(values[0]),
         oracle=[f"grep {key} /data/{file}"],
         oracle_answer=values[0],
+        oracle_observations=[f"{key} {values[0]}"],
     )
 
 
@@ -129,6 +135,7 @@ def _count(task_id: str, draw: _Draw) -> Task:
         check=_answer_is(str(number)),
         oracle=[f"grep -c {word} /data/{file}"],
         oracle_answer=str(number),
+        oracle_observations=[str(number)],
     )
 
 
@@ -148,6 +155,7 @@ def _top(task_id: str, draw: _Draw) -> Task:
         check=_answer_is(names[-1]),
         oracle=[f"sort -n /data/{file} | tail -n 1"],
         oracle_answer=names[-1],
+        oracle_observations=[f"{numbers[-1]} {names[-1]}"],
     )
 
 
@@ -164,6 +172,7 @@ def _chain(task_id: str, draw: _Draw) -> Task:
         check=_answer_is(word),
         oracle=[f"cat /data/{first}", f"cat /data/{second}"],
         oracle_answer=word,
+        oracle_observations=[second, word],
     )
 
 
@@ -181,6 +190,7 @@ def _edit(task_id: str, draw: _Draw) -> Task:
         check=_holds(f"/work/{file}", [new if line == old else line for line in lines]),
         oracle=[f"sed -i s/{old}/{new}/ {file}"],
         oracle_answer="done",
+        oracle_observations=["(no output)"],
     )
 
 
@@ -196,6 +206,7 @@ def _move(task_id: str, draw: _Draw) -> Task:
         check=f"[ ! -e /work/{old} ] || exit 1\n" + _holds(f"/work/{new}", [word]),
         oracle=[f"mv {old} {new}"],
         oracle_answer="done",
+        oracle_observations=["(no output)"],
     )
 
 
@@ -211,6 +222,7 @@ def _report(task_id: str, draw: _Draw) -> Task:
         check=_holds(f"/work/{target}", [word]),
         oracle=[f"cat /data/{source}", f"echo {word} > {target}"],
         oracle_answer="done",
+        oracle_observations=[word, "(no output)"],
     )
 
 
@@ -226,6 +238,7 @@ def _fix(task_id: str, draw: _Draw) -> Task:
         check=_holds(f"/work/{file}", [f"echo {word}"]),
         oracle=[f"sh {file}", f"sed -i s/{wrong}/echo/ {file}"],
         oracle_answer="done",
+        oracle_observations=[f"{file}: line 1: {wrong}: not found\n(exit 127)", "(no output)"],
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tasksets import Task, open_taskset
 from tasksets.shell import HELD_OUT_PER_KIND, KINDS, TRAIN_PER_KIND
-from workflows.contracts import Split
+from workflows.contracts import ActOutput, Split
 from workflows.errors import InvalidConfig
 
 SHELL = open_taskset("shell")
@@ -63,8 +63,9 @@ def test_the_oracle_passes_and_nothing_passes_before_it(kind: str, tmp_path: Pat
         box = Box(tmp_path / task.id)
         box.prepare(task)
         assert box.check(task, "") == 1
-        for command in task.oracle:
-            box.run(command)
+        for command, observation in zip(task.oracle, task.oracle_observations, strict=True):
+            result = box.run(f"exec 2>&1; {command}")
+            assert ActOutput(exit_code=result.returncode, output=result.stdout).observation() == observation
         assert box.check(task, task.oracle_answer) == 0, task
 
 
