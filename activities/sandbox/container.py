@@ -1,0 +1,86 @@
+"""What a sandbox's container may do and use: one table of flags.
+
+Pure. The walls: no network, no capability for the agent, nothing writable on the host's disk (the root file system is
+read-only, what can be written is sized memory), and limits on memory, processes and CPU. Called by `DockerBackend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from activities.sandbox.channel import BOX, TOOLS
+
+LEASE_S = 24 * 3600
+"""A sandbox that nobody spoke to for this long ends by itself: its memory comes back even if its host's worker never
+does."""
+CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
+"""For root, who sets tasks up and checks them. The agent's uid has none."""
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What to start. File systems count in the memory: `memory_mb` must exceed their sum."""
+
+    image: str = "busybox"
+    memory_mb: int = 256
+    work_mb: int = 64
+    data_mb: int = 32
+    tmp_mb: int = 32
+    processes: int = 128
+    cpus: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mounts:
+    tools: Path
+    box: Path
+
+
+def create_config(
+    spec: SandboxSpec, *, image_id: str, mounts: Mounts, labels: dict[str, str], sbxd: bool, cgroup_parent: str
+) -> dict[str, Any]:
+    """The body of `POST /containers/create`. `sbxd` False: the first process only holds the sandbox open."""
+    command = [f"{TOOLS}/sbxd", BOX, str(LEASE_S)] if sbxd else [f"{TOOLS}/bin/busybox", "sleep", str(LEASE_S)]
+    host: dict[str, Any] = {
+        "NetworkMode": "none",
+        "IpcMode": "none",
+        "Memory": spec.memory_mb << 20,
+        "MemorySwap": spec.memory_mb << 20,
+        "PidsLimit": spec.processes,
+        "NanoCpus": int(spec.cpus * 1e9),
+        "CapDrop": ["ALL"],
+        "CapAdd": CAPABILITIES,
+        "SecurityOpt": ["no-new-privileges"],
+        "ReadonlyRootfs": True,
+        "Tmpfs": {
+            "/work": _tmpfs(spec.work_mb, 0o755, uid=1000),
+            "/data": _tmpfs(spec.data_mb, 0o755),
+            "/tmp": _tmpfs(spec.tmp_mb, 0o1777),
+        },
+        "Mounts": [
+            {"Type": "bind", "Source": str(mounts.tools), "Target": TOOLS, "ReadOnly": True},
+            {"Type": "bind", "Source": str(mounts.box), "Target": BOX},
+        ],
+        "Ulimits": [{"Name": "nofile", "Soft": 1024, "Hard": 1024}, {"Name": "core", "Soft": 0, "Hard": 0}],
+        "LogConfig": {"Type": "none"},
+        "Init": not sbxd,
+    }
+    if cgroup_parent:
+        host["CgroupParent"] = cgroup_parent
+    return {
+        "Image": image_id,
+        "Entrypoint": command,
+        "Cmd": [],
+        "User": "0:0",
+        "WorkingDir": "/",
+        "Hostname": "sandbox",
+        "Labels": labels,
+        "HostConfig": host,
+    }
+
+
+def _tmpfs(megabytes: int, mode: int, *, uid: int = 0) -> str:
+    # Inodes are kernel memory: bounded, too.
+    return f"rw,exec,nosuid,nodev,size={megabytes}m,nr_inodes=16384,mode={mode:o},uid={uid},gid={uid}"

@@ -1,0 +1,92 @@
+"""The channel for machines where sbxd can't be built: `docker exec` starts run.sh, which keeps the result as a file.
+
+Promises the same as `SocketChannel` (a key runs at most once, the result outlives the client), but every start needs
+the daemon and costs some 70 ms; run.sh says where else it is weaker. Called by `DockerBackend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from activities.sandbox.channel import (
+    AGENT_UID,
+    KILL_S,
+    SLACK_S,
+    TOOLS,
+    ChannelLost,
+    Operation,
+    Result,
+    journaled,
+    key_of,
+)
+from activities.sandbox.daemon import Daemon, Refused
+
+POLL_S = 0.02
+WATCHDOG_GRACE_S = 1.0
+"""After this the host kills too: a watchdog that the kernel took can't."""
+
+
+class ExecChannel:
+    def __init__(self, daemon: Daemon, container: str, box: Path) -> None:
+        self._daemon = daemon
+        self._container = container
+        self._box = box
+
+    async def run(self, op: Operation) -> Result:
+        if found := journaled(self._box, op.op_id):
+            return found
+        again = self._claimed(op.op_id)
+        if not again:
+            words = [
+                op.key,
+                str(op.uid),
+                f"{op.timeout_s:.3f}",
+                str(max(op.cap_bytes // 2, 1)),
+                op.cwd,
+                op.shell,
+                op.text,
+            ]
+            await self._exec([f"{TOOLS}/bin/sh", f"{TOOLS}/run.sh", *words], "0", op.environment)
+        result = await self._wait(op.op_id, op.timeout_s, kill=not op.root)
+        return replace(result, replayed=again)
+
+    async def ask(self, op_id: str, wait_s: float) -> Result | None:
+        if found := journaled(self._box, op_id):
+            return found
+        return await self._wait(op_id, wait_s, kill=False) if self._claimed(op_id) else None
+
+    async def kill_agent(self) -> None:
+        """Everything of the agent's uid at once. `kill` is the shell's own: it works where nothing can fork."""
+        await self._exec([f"{TOOLS}/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
+
+    async def ready(self) -> None:
+        """Nothing has to come up: the first process only holds the sandbox open."""
+
+    def _claimed(self, op_id: str) -> bool:
+        return (self._box / f"{key_of(op_id)}.claim").exists()
+
+    async def _exec(self, command: list[str], user: str, environment: list[str]) -> None:
+        async def start(client: Any) -> None:
+            container = client.containers.container(self._container)
+            made = await container.exec(command, stdout=False, stderr=False, user=user, environment=environment)
+            await made.start(detach=True)
+
+        try:
+            await self._daemon.call("exec", start)
+        except Refused as refused:
+            raise ChannelLost(str(refused)) from refused
+
+    async def _wait(self, op_id: str, timeout_s: float, *, kill: bool) -> Result:
+        began, killed = time.monotonic(), not kill
+        while (waited := time.monotonic() - began) < timeout_s + KILL_S + SLACK_S:
+            if found := journaled(self._box, op_id):
+                return found
+            if not killed and waited > timeout_s + WATCHDOG_GRACE_S:
+                killed = True
+                await self.kill_agent()
+            await asyncio.sleep(POLL_S)
+        raise ChannelLost(f"no result of {op_id} within {timeout_s:.1f} s and its margin")
