@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from workers.settings import Settings, UpOptions, inherited_environment
 from workers.stack import logs, ports
-from workers.stack.parts import PROJECT
+from workers.stack.parts import import_path
 from workers.stack.process import Process, read_pid_file, spawn
 from workers.stack.runner import retire
 from workers.stack.state import INFRASTRUCTURE, PARTS, Home, Ports, Stack
@@ -86,7 +86,7 @@ def up(home: Home, options: UpOptions, say: Say, *, timeout_s: float = UP_S) -> 
         home.load_keys()
     started, child = spawn(
         [sys.executable, "-m", "workers.supervisor", "--home", str(home.path)],
-        env={**inherited_environment(), "PYTHONPATH": str(PROJECT), "PYTHONUNBUFFERED": "1"},
+        env={**inherited_environment(), "PYTHONPATH": import_path(inherited_environment()), "PYTHONUNBUFFERED": "1"},
         cwd=home.path,
         log=home.log(NAME),
     )

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workers.settings import Settings
+from workers.settings import Settings, UpOptions
 from workers.stack import health
 from workers.stack.state import LOOPBACK, ROLES, Home, Stack
 
 PROJECT = Path(__file__).resolve().parents[2]
 """The folder that holds the packages; children import from it whatever their working directory."""
+
+UP_VARIABLES = frozenset(f"RATCHET_{name.upper()}" for name in UpOptions.model_fields)
 
 SEARCH_ATTRIBUTES = (
     "RatchetRun=Keyword",
@@ -80,14 +82,20 @@ def tool(name: str) -> str:
 
 
 def environment(home: Home, stack: Stack, keys: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment that all parts share."""
-    shared = dict(inherited)
+    """The environment that all parts share; without the options of `ratchet up`, which a later `up` may not have."""
+    shared = {name: value for name, value in inherited.items() if name not in UP_VARIABLES}
     shared |= {f"RATCHET_{name.upper()}": value for name, value in {**stack.settings, **keys}.items()}
     shared["RATCHET_HOME"] = str(home.path)
-    shared["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROJECT), inherited.get("PYTHONPATH", ""))))
+    shared["PYTHONPATH"] = import_path(inherited)
     shared["PYTHONUNBUFFERED"] = "1"
     shared["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)))
     return shared
+
+
+def import_path(inherited: Mapping[str, str]) -> str:
+    """PYTHONPATH with the project first, whatever folder a child runs in."""
+    theirs = [item for item in inherited.get("PYTHONPATH", "").split(os.pathsep) if item and item != str(PROJECT)]
+    return os.pathsep.join((str(PROJECT), *theirs))
 
 
 def stages(home: Home, stack: Stack, keys: Mapping[str, str], settings: Settings) -> list[list[Part]]:
@@ -98,7 +106,7 @@ def stages(home: Home, stack: Stack, keys: Mapping[str, str], settings: Settings
             *([_s3(home, stack, keys)] if stack.has("s3") else []),
             *([_docker(settings.docker_host)] if stack.has("docker") else []),
         ],
-        [_prepare()] if stack.has("prepare") else [],
+        [_prepare(stack)] if stack.has("prepare") else [],
         [
             *(_engines(home, stack) if stack.has("vllm") else []),
             *(_role(home, role) for role in ROLES if stack.has(role)),
@@ -165,10 +173,11 @@ def _docker(docker_host: str) -> Part:
     )
 
 
-def _prepare() -> Part:
+def _prepare(stack: Stack) -> Part:
+    own_server = ("--retention",) if stack.has("temporal") else ()
     return Part(
         name="prepare",
-        argv=(sys.executable, "-m", "workers.stack.prepare"),
+        argv=(sys.executable, "-m", "workers.stack.prepare", *own_server),
         check=health.alive,
         once=True,
     )
@@ -184,6 +193,7 @@ def _engines(home: Home, stack: Stack) -> list[Part]:
                 argv=(sys.executable, "-m", "workers.engine", "--name", name, "--port", str(stack.engine_port(index))),
                 check=health.engine(url, home.path / "engines" / f"{name}.json"),
                 address=url,
+                hang_s=120.0,
             )
         )
     return parts
@@ -196,6 +206,8 @@ def _role(home: Home, role: str) -> Part:
         argv=(sys.executable, "-m", "workers.roles", role),
         env=_threads(role),
         check=health.heartbeat(file),
+        # Importing torch on a busy machine takes its time.
+        start_s=180.0,
         # Time to finish or hand back the activities in flight.
         stop_s=30.0,
         heartbeat=file,

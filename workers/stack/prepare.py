@@ -1,11 +1,13 @@
 """What must be true before a worker starts: the schema is current, the bucket exists, histories are kept for 30 days.
 
-Run by the supervisor as `python -m workers.stack.prepare` with the stack's settings; safe to run again at any time.
+Run by the supervisor as `python -m workers.stack.prepare [--retention]` with the stack's settings; safe to run again at
+any time. Retention is set only on a Temporal server of our own.
 """
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 
 from workers.settings import Settings
@@ -19,7 +21,8 @@ def main() -> None:
     settings = Settings()
     _migrate(settings)
     _bucket(settings)
-    _retention(settings)
+    if "--retention" in sys.argv[1:]:
+        _retention(settings)
 
 
 def _migrate(settings: Settings) -> None:

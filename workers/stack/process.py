@@ -8,6 +8,7 @@ own session, so what it leaves behind can be found and ended. Linux only (/proc)
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -129,7 +130,9 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+@functools.cache
 def boot_id() -> str:
+    """Identity of this boot of the machine, which no process outlives."""
     return (PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
