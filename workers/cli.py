@@ -157,8 +157,10 @@ def watch(
 
 def main() -> None:
     """Entry point of the `ratchet` command."""
-    # Only the commands of lineage need its module, and only the help of all commands needs to know them.
-    importlib.import_module("workers.lineage_cli").register(app)
+    own = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    if not own.intersection(sys.argv[1:2]):
+        # The commands of lineage bring the database along; nobody else waits for that.
+        importlib.import_module("workers.lineage_cli").register(app)
     app()
 
 

@@ -113,8 +113,12 @@ class Runner:
         except OSError as error:
             self._set(PartState.STARTING, f"could not be started: {error}")
             return
-        write_atomically(self._pid_file, self._process.model_dump_json())
         log.info("%s: started, pid %d", self.part.name, self._process.pid)
+        try:
+            write_atomically(self._pid_file, self._process.model_dump_json())
+        except OSError as error:
+            # A full disk must not end the supervisor; only the next one can't know this process.
+            log.warning("%s: its pid file can't be written: %s", self.part.name, error)
         self._set(PartState.STARTING, "")
 
     async def _watch(self) -> str:
