@@ -179,9 +179,12 @@ async def test_somebody_elses_daemon_is_used_and_neither_started_nor_stopped(mak
     assert runner.status.state is PartState.ELSEWHERE
 
 
-async def test_a_daemon_is_started_where_somebody_elses_has_gone(make_runner: MakeRunner) -> None:
+async def test_a_daemon_is_started_where_somebody_elses_has_gone(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "ABSENT_S", 0.05)
     check = Switch()
-    runner = make_runner(python_part(SLEEP, check=check, elsewhere=True, hang_s=0.05))
+    runner = make_runner(python_part(SLEEP, check=check, elsewhere=True))
     async with running(runner):
         await runner.ready.wait()
         check.on = False

@@ -167,7 +167,6 @@ def _docker(docker_host: str) -> Part:
         address=address,
         # Sandboxes outlive a daemon that ends (live-restore), so ending it costs no episode.
         stop_s=30.0,
-        hang_s=30.0,
         elsewhere=True,
         missing=missing,
     )

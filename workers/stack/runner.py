@@ -36,6 +36,8 @@ CHECK_S = 2.0
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FORGIVE_S = 60.0
+ABSENT_S = 10.0
+"""How long somebody else's process may be silent before one is started here: time for its own supervisor to act."""
 
 
 def pause_after(failures: int) -> float:
@@ -179,7 +181,7 @@ class Runner:
                 self.ready.set()
             else:
                 failing_since = failing_since or time.monotonic()
-                if not seen or time.monotonic() - failing_since > self.part.hang_s:
+                if not seen or time.monotonic() - failing_since > ABSENT_S:
                     return False
                 self._set(PartState.UNHEALTHY, health.detail)
             await asyncio.sleep(CHECK_S)
