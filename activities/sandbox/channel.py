@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from workflows.errors import SandboxError
+
 INSIDE = "/run/ratchet"
 """Mount points inside a sandbox; the image closes it to everybody but root, so no agent reaches what is below."""
 BOX = f"{INSIDE}/box"
@@ -147,9 +149,14 @@ def parse_result(data: bytes, *, replayed: bool) -> Result:
 
 
 def journaled(box: Path, op_id: str) -> Result | None:
-    """The result that the journal of a sandbox holds, also when the sandbox is gone."""
+    """The result that the journal of a sandbox holds, also when the sandbox is gone. Raises SandboxError (final) for one
+    that can't be read: results appear whole, so a retry would find the same."""
     path = box / key_of(op_id)
-    return parse_result(path.read_bytes(), replayed=True) if path.is_file() else None
+    data = path.read_bytes() if path.is_file() else b""
+    try:
+        return parse_result(data, replayed=True) if data else None
+    except ChannelLost as lost:
+        raise SandboxError(f"the journal's result of {op_id}: {lost}", retryable=False) from lost
 
 
 class SocketChannel:

@@ -61,7 +61,7 @@ class ExecChannel:
 
     async def kill_agent(self) -> None:
         """Everything of the agent's uid at once. `kill` is the shell's own: it works where nothing can fork."""
-        await self._exec([f"{TOOLS}/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
+        await self._exec(["/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
 
     async def ready(self) -> None:
         """Nothing has to come up: the first process only holds the sandbox open."""

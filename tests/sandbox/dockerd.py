@@ -1,0 +1,80 @@
+"""A Docker daemon of the tests' own, in its own network name space: it can be killed without hurting anybody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+
+def answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        try:
+            client.connect(str(path))
+            client.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+            return b"200" in client.recv(64)
+        except OSError:
+            return False
+
+
+def may_start_one() -> bool:
+    return os.geteuid() == 0 and all(shutil.which(name) for name in ("dockerd", "containerd", "unshare"))
+
+
+class PrivateDaemon:
+    """`start` it, `kill` it as a crash would, `start` it again; `stop` for good."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # A socket's path may have 108 bytes; pytest's folders are long.
+        self._socket = Path(f"/tmp/ratchet-test-{os.getpid()}-{folder.name[-8:]}.sock")
+        self.host = f"unix://{self._socket}"
+        self._containerd: subprocess.Popen[bytes] | None = None
+        self._dockerd: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        log = (self._folder / "log").open("ab")
+        containerd_socket = self._folder / "containerd.sock"
+        if self._containerd is None:
+            containerd = ["--root", f"{self._folder}/c", "--state", f"{self._folder}/s", "--address", containerd_socket]
+            self._containerd = subprocess.Popen(["containerd", *containerd], stdout=log, stderr=log)
+        options = {
+            "--host": self.host,
+            "--containerd": containerd_socket,
+            "--data-root": self._folder / "data",
+            "--exec-root": self._folder / "exec",
+            "--pidfile": self._folder / "pid",
+        }
+        command = ["unshare", "--net", "dockerd", "--live-restore", "--iptables=false"]
+        command += [f"{name}={value}" for name, value in options.items()]
+        self._dockerd = subprocess.Popen(command, stdout=log, stderr=log)
+        until = time.monotonic() + 30
+        while not answers(self._socket):
+            if time.monotonic() > until or self._dockerd.poll() is not None:
+                raise RuntimeError(f"dockerd does not come up: {(self._folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """As a crash: no clean-up."""
+        assert self._dockerd is not None
+        self._dockerd.kill()
+        self._dockerd.wait()
+
+    def stop(self) -> None:
+        for process in (self._dockerd, self._containerd):
+            if process is not None:
+                process.terminate()
+                process.wait(30)
+        self._socket.unlink(missing_ok=True)
+        for mount in sorted(_mounts_below(self._folder), key=len, reverse=True):
+            subprocess.run(["umount", mount], check=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _mounts_below(folder: Path) -> list[str]:
+    points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    return [point for point in points if point.startswith(f"{folder}/")]
