@@ -76,7 +76,16 @@ class TrainingConfig(Section):
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio clipped at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, description="Ratio clipped at 1 + clip_high.")
     scale_by_std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
+    std_floor: float = Field(
+        1e-3, gt=0, description="Smallest deviation divided by: smaller spreads are noise of the verifier's arithmetic."
+    )
     importance_cap: float = Field(2.0, ge=1, description="Cap of the truncated importance weight per token.")
+    divergence_limit: float = Field(
+        0.5, gt=0, description="Groups whose mean divergence from today's policy is above it are left out."
+    )
+    mismatch_limit: float = Field(
+        0.01, gt=0, description="Mean mismatch_kl above which the run stops: engine and trainer compute different models."
+    )
     micro_batch_tokens: int = Field(8192, ge=32, description="Padded tokens of one forward pass.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPU, float32 on CPU.")
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="Merged over the DeepSpeed JSON.")

@@ -1,8 +1,8 @@
 """Manifests: what a set of objects must contain, written last and verified on read.
 
-A weights manifest lists content-addressed files with sizes and sha256, every tensor's name, shape and dtype, and a canary: fixed
-token ids with the trainer's log-probabilities, by which an engine proves that it serves these weights. Half a
-checkpoint is never read: without its manifest nothing is a candidate, and each file is checked against it.
+A weights manifest lists content-addressed files with sizes and sha256, every tensor's name, shape and dtype, and a
+canary: fixed token ids with the trainer's log-probabilities, by which an engine proves that it serves these weights.
+Half a checkpoint is never read: without its manifest nothing is a candidate, and each file is checked against it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from storage.objects import ObjectStore, sha256_file
 from workflows.contracts import Message
@@ -49,7 +49,7 @@ class Manifest(Message):
     step: int
     world_size: int = 1
     files: list[ManifestFile]
-    tensors: list[TensorInfo] = []
+    tensors: list[TensorInfo] = Field(default_factory=list)
     canary: Canary | None = None
 
     @property
@@ -67,13 +67,21 @@ def weights_key(run: str, version: int) -> str:
     return f"runs/{run}/weights/v{version:06d}/manifest.json"
 
 
-def training_state_key(run: str, step: int) -> str:
-    return f"runs/{run}/state/s{step:06d}/manifest.json"
+def training_state_key(run: str, step: int, fence: int = 0) -> str:
+    """Each try of an update (its fence) has a name of its own: an outdated try can't write over the committed one."""
+    return f"runs/{run}/state/s{step:06d}/f{fence:04d}/manifest.json"
 
 
-def upload_folder(store: ObjectStore, prefix: str, folder: Path, *, progress: Callable[[int], None]) -> list[ManifestFile]:
+def objects_prefix(run: str) -> str:
+    """Where the content of a run's weights and states lies, by sha256."""
+    return f"runs/{run}/objects"
+
+
+def upload_folder(
+    store: ObjectStore, prefix: str, folder: Path, *, progress: Callable[[int], None]
+) -> list[ManifestFile]:
     """Upload every file below `folder` under `prefix`, named by content. An object that is there with the right size
-    is not sent again."""
+    is not sent again; `progress` gets the bytes of each piece."""
     files = []
     for path in sorted(item for item in folder.rglob("*") if item.is_file()):
         digest, size = sha256_file(path), path.stat().st_size
@@ -85,7 +93,11 @@ def upload_folder(store: ObjectStore, prefix: str, folder: Path, *, progress: Ca
 
 
 def write_manifest(store: ObjectStore, key: str, manifest: Manifest) -> None:
-    """The last write of a publication: read back and compared."""
+    """The last write of a publication: every object it names is there in its size, and it reads back as written.
+    Raises StorageError (retryable) otherwise."""
+    for file in manifest.files:
+        if (file.key, file.bytes) not in set(store.keys(file.key)):
+            raise StorageError(f"{key}: {file.name} is not in the store as {file.key} with {file.bytes} bytes")
     data = manifest.model_dump_json().encode()
     store.put(key, data)
     if store.get(key) != data:

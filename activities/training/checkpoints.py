@@ -1,0 +1,83 @@
+"""Training states in the object store: saved content-addressed with the manifest last, loaded whole or refused.
+
+Called by the update and by whoever needs the trainer at a step, in the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from activities.publication.manifest import (
+    Manifest,
+    download_files,
+    objects_prefix,
+    read_manifest,
+    upload_folder,
+    write_manifest,
+)
+from activities.training.engine import TAG, Trainer
+from activities.training.work import Work
+from storage.objects import ObjectStore
+from workflows.errors import StorageError, TrainerError
+
+MARGIN_BYTES = 64 << 20
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """About what a training state takes: the weights, and float32 weights and two moments of the optimizer."""
+    return trainer.parameters * (int(trainer.dtype.itemsize) + 12)
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raises StorageError (retryable) unless `folder`'s disk holds `needed` bytes twice over: here, and in an object
+    store on the same disk."""
+    free, wanted = shutil.disk_usage(folder).free, 2 * needed + MARGIN_BYTES
+    if free < wanted:
+        raise StorageError(
+            f"{wanted / 1e6:,.0f} MB are needed at {folder} before a write of {needed / 1e6:,.0f} MB begins, "
+            f"{free / 1e6:,.0f} MB are free"
+        )
+
+
+def save_training_state(
+    trainer: Trainer, store: ObjectStore, *, run: str, step: int, key: str, spool: Path, work: Work
+) -> Manifest:
+    """Write the trainer's state as the manifest `key`. The spool is empty again afterwards, whatever happens."""
+    spool.mkdir(parents=True, exist_ok=True)
+    require_space(spool, state_bytes(trainer))
+    try:
+        folder = trainer.save_state(spool)
+        work.check(f"uploading the state of step {step}")
+        files = upload_folder(store, objects_prefix(run), folder, progress=work.moved)
+        if missing := trainer.state_files() - {file.name for file in files}:
+            raise TrainerError(f"the training state lacks {', '.join(sorted(missing))}")
+        manifest = Manifest(
+            kind="training_state", run=run, version=step, step=step, world_size=trainer.world_size, files=files
+        )
+        write_manifest(store, key, manifest)
+        return manifest
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool: Path, work: Work) -> Manifest:
+    """Bring a freshly built trainer to the state `key`. Raises TrainerError (final) where it can't be taken over."""
+    manifest = read_manifest(store, key)
+    if manifest.kind != "training_state":
+        raise TrainerError(f"{key} holds {manifest.kind}, not a training state", retryable=False)
+    if manifest.world_size != trainer.world_size:
+        raise TrainerError(
+            f"{key} was saved with world size {manifest.world_size}, this trainer has {trainer.world_size}: convert it "
+            "with `python -m deepspeed.checkpoint.ds_to_universal`, or start a new run from the published weights",
+            retryable=False,
+        )
+    spool.mkdir(parents=True, exist_ok=True)
+    require_space(spool, manifest.total_bytes)
+    try:
+        work.check(f"downloading the state of step {manifest.step}")
+        download_files(store, manifest, spool / TAG, progress=work.moved)
+        trainer.load_state(spool)
+        return manifest
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)

@@ -1,0 +1,239 @@
+"""The policy under DeepSpeed, in this process, at world size 1. Owns the module, its optimizer and its random state.
+
+Promises: what it holds is exactly some step, or it says `half_done`; training state that it loads is whole or refused;
+dropout is off, so that log-probabilities are a function of weights and tokens. Not thread-safe: TrainerService calls
+everything from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from activities.publication.manifest import TensorInfo
+from activities.training.batch import MicroBatch
+from activities.training.deepspeed_config import deepspeed_config
+from activities.training.loss import sampled_logprobs
+from workflows.config import TrainingConfig
+from workflows.errors import TrainerError
+
+TAG = "state"
+"""DeepSpeed's name for a checkpoint: the folder that a training state consists of."""
+CLIENT = "ratchet"
+
+
+class Trainer:
+    """One policy and its optimizer."""
+
+    world_size = 1
+
+    def __init__(self, folder: Path, training: TrainingConfig, *, seed: int) -> None:
+        """Load the Hugging Face model in `folder`. Raises TrainerError (final) when it can't be trained as it is."""
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+
+        _join_process_group()
+        self.folder = folder
+        self.cuda = torch.cuda.is_available()
+        bfloat16 = training.dtype == "bfloat16" or (training.dtype == "auto" and self.cuda)
+        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        config = deepspeed_config(training, bfloat16=bfloat16, cuda=self.cuda)
+        self.zero_stage = int(config["zero_optimization"].get("stage", 0))
+        self.max_grad_norm = training.max_grad_norm
+        _seed_everything(seed)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise TrainerError(f"{folder}: not a causal language model: {error}", retryable=False) from error
+        self.tensors = _own_tensors(model, self.dtype)
+        self.vocab_size = int(model.config.vocab_size)
+        self.parameters: int = sum(parameter.numel() for parameter in model.parameters())
+        model.config.use_cache = False
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=[item for item in model.parameters() if item.requires_grad], config=config
+        )
+        self._engine.eval()
+        self.half_done = False
+        self.updates = 0
+        """Updates that these weights have seen, over all runs that led to them: the clock of the warm-up."""
+
+    @property
+    def module(self) -> Any:
+        return self._engine.module
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs [N], entropy [N]) of the sampled tokens of a micro-batch, at their temperatures."""
+        logits_BTV = self._engine(
+            input_ids=micro.token_ids_BT,
+            attention_mask=micro.attention_mask_BT,
+            position_ids=micro.position_ids_BT,
+            use_cache=False,
+        ).logits
+        return sampled_logprobs(logits_BTV, micro.token_ids_BT, micro.loss_mask_BT, micro.temperature_BT)
+
+    def accumulate(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradient of one micro-batch's share of the loss; `last`: the step's final one."""
+        self.half_done = True
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss)
+
+    def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
+        """Clip, step, clear the gradients; the global norm before the clip. Raises TrainerError (final) where it is not
+        finite. The weights are half done until `end_update`."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = learning_rate, weight_decay
+        norm = self._plain_norm() if self.zero_stage == 0 else 0.0
+        self._engine.step()
+        if self.zero_stage:
+            norm = float(self._engine.get_global_grad_norm() or 0.0)
+        if not np.isfinite(norm):
+            raise TrainerError(f"the gradient norm is {norm}", retryable=False)
+        return norm
+
+    def end_update(self) -> None:
+        """All optimizer steps of an update are made: the weights are a step again."""
+        self.updates += 1
+        self.half_done = False
+
+    def _plain_norm(self) -> float:
+        gradients = [item.grad for item in self.module.parameters() if item.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(item) for item in gradients])))
+
+    def save_state(self, folder: Path) -> Path:
+        """Write the whole training state below `folder`; the sub-folder that it consists of."""
+        if self.half_done:
+            raise TrainerError("half a step can't be saved")
+        client = {
+            "updates": self.updates,
+            "world_size": self.world_size,
+            "zero_stage": self.zero_stage,
+            "dtype": str(self.dtype),
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.cuda else [],
+            "numpy_rng": np.random.get_state(),
+            "python_rng": random.getstate(),
+        }
+        self._engine.save_checkpoint(str(folder), tag=TAG, client_state={CLIENT: client}, save_latest=False)
+        return folder / TAG
+
+    def state_files(self) -> set[str]:
+        """Names of the files that a training state of this engine consists of."""
+        prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
+        optimizer = f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        if self.zero_stage == 3:
+            return {"zero_pp_rank_0_mp_rank_00_model_states.pt", optimizer}
+        return {"mp_rank_00_model_states.pt"} | ({optimizer} if self.zero_stage else set())
+
+    def load_state(self, folder: Path) -> None:
+        """Take over the training state in `folder/state`, to the bit. Only on a freshly built trainer.
+
+        Raises TrainerError (final) where the state is not whole or belongs to another arrangement of the model.
+        """
+        found = {path.name for path in (folder / TAG).iterdir()}
+        if missing := self.state_files() - found:
+            raise TrainerError(f"the training state lacks {', '.join(sorted(missing))}", retryable=False)
+        self.half_done = True
+        try:
+            path, extra = self._engine.load_checkpoint(str(folder), tag=TAG)
+        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+            raise TrainerError(f"the training state does not fit {self.folder}: {error}", retryable=False) from error
+        if path is None or CLIENT not in (extra or {}):
+            raise TrainerError("the training state lacks Ratchet's own part", retryable=False)
+        client = extra[CLIENT]
+        for name, ours in (
+            ("world_size", self.world_size),
+            ("zero_stage", self.zero_stage),
+            ("dtype", str(self.dtype)),
+        ):
+            if client[name] != ours:
+                raise TrainerError(
+                    f"the training state was saved with {name} {client[name]}, this trainer has {ours}", retryable=False
+                )
+        self.updates = int(client["updates"])
+        torch.set_rng_state(client["torch_rng"])
+        np.random.set_state(client["numpy_rng"])
+        random.setstate(client["python_rng"])
+        if self.cuda:
+            torch.cuda.set_rng_state_all(client["cuda_rng"])
+        if self.updates and not any(self._engine.optimizer.optimizer.state.values() if self.zero_stage else [1]):
+            raise TrainerError("the training state holds no optimizer moments", retryable=False)
+        self.half_done = False
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's own tensors as they are served: on the CPU, contiguous, in the run's dtype, tied ones once."""
+        if self.half_done:
+            raise TrainerError("half a step can't be exported")
+        whole = (
+            self._engine._zero3_consolidated_16bit_state_dict() if self.zero_stage == 3 else self.module.state_dict()
+        )
+        return {
+            item.name: whole[item.name].detach().to("cpu", getattr(torch, item.dtype)).contiguous()
+            for item in self.tensors
+            if item.name in whole
+        }
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._engine.destroy()
+        del self._engine
+
+
+def _own_tensors(model: Any, dtype: torch.dtype) -> list[TensorInfo]:
+    """Name, shape and dtype of everything that makes the model: parameters (a tied one under its first name, frozen
+    ones too) and the buffers that are saved with it."""
+    state = model.state_dict()
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    first = {name for name, _ in model.named_parameters()}
+    return [
+        TensorInfo(
+            name=name,
+            shape=list(value.shape),
+            dtype=str(dtype if value.is_floating_point() else value.dtype).removeprefix("torch."),
+        )
+        for name, value in state.items()
+        if name not in aliases or name in first
+    ]
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@cache
+def _join_process_group() -> None:
+    """The process group of one that DeepSpeed needs, once per process: by a file, on the loopback device."""
+    import deepspeed
+    from deepspeed.utils import logger
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logger.setLevel(logging.WARNING)
+    if torch.distributed.is_initialized():
+        return
+    # The shared-memory operator would be compiled at first use, for a minute, to speed up what one rank never does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    rendezvous = Path(tempfile.mkdtemp(prefix="ratchet-trainer-")) / "group"
+    deepspeed.init_distributed(
+        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=0,
+        world_size=1,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )

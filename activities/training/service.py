@@ -1,0 +1,108 @@
+"""The one trainer of this process and the one thread in which it lives. Owns which state the trainer holds.
+
+Promises: work is done one piece after the other; a trainer is handed out only when it holds exactly the committed
+state that was asked for, from memory where it does, from the object store otherwise; half a step is never built upon.
+Called by the training and publication activities.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from temporalio import activity
+
+from activities.training.checkpoints import load_training_state
+from activities.training.engine import Trainer
+from activities.training.work import Work
+from storage.objects import ObjectStore
+from workflows.config import RunConfig
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class TrainerService:
+    """Built once per process; `spool` is a local folder for states in transit."""
+
+    def __init__(self, store: ObjectStore, spool: Path) -> None:
+        self._store = store
+        self._spool = spool
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._trainer: Trainer | None = None
+        self._built_for = ""
+        self._holds = ""
+        """Manifest key of the committed state that the trainer holds; empty while it holds none."""
+
+    async def call(self, function: Callable[[Work], Result]) -> Result:
+        """Run `function` in the trainer's thread. When the activity is cancelled the work is told to stop."""
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+        def say(progress: str) -> None:
+            if activity.in_activity():
+                loop.call_soon_threadsafe(context.run, activity.heartbeat, {"progress": progress})
+
+        work = Work(say=say)
+
+        def run() -> Result:
+            work.check()
+            return function(work)
+
+        try:
+            return await loop.run_in_executor(self._thread, context.copy().run, run)
+        except asyncio.CancelledError:
+            work.stop.set()
+            raise
+
+    def fresh(self, config: RunConfig) -> Trainer:
+        """A newly built trainer with the model's own weights. In the trainer's thread."""
+        self._drop()
+        trainer = Trainer(Path(config.model), config.training, seed=config.seed)
+        self._trainer, self._built_for = trainer, _identity(config)
+        return trainer
+
+    def at(self, checkpoint: str, config: RunConfig, work: Work) -> Trainer:
+        """The trainer, holding exactly the committed state `checkpoint`. In the trainer's thread."""
+        trainer = self._trainer
+        if trainer is not None and self._holds == checkpoint and self._built_for == _identity(config):
+            return trainer
+        work.check(f"loading {checkpoint}")
+        trainer = self.fresh(config)
+        load_training_state(trainer, self._store, key=checkpoint, spool=self.spool_for("load"), work=work)
+        self._holds = checkpoint
+        return trainer
+
+    def leaves_state(self) -> None:
+        """The trainer is about to change: what it holds is no committed state until `holds` says so."""
+        self._holds = ""
+
+    def holds(self, checkpoint: str) -> None:
+        """The trainer's present state is committed as `checkpoint`."""
+        self._holds = checkpoint
+
+    def spool_for(self, name: str) -> Path:
+        return self._spool / f"trainer-{os.getpid()}-{name}"
+
+    def close(self) -> None:
+        """Let go of the trainer and its thread, after the work in progress."""
+        self._thread.submit(self._drop).result()
+        self._thread.shutdown()
+
+    def _drop(self) -> None:
+        self._holds, self._built_for = "", ""
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+            gc.collect()
+
+
+def _identity(config: RunConfig) -> str:
+    """What a built engine depends on."""
+    return config.model_dump_json(include={"model", "seed", "training"})

@@ -1,0 +1,50 @@
+"""A real S3 server (rclone) for the tests of training and publication."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from storage.objects import ObjectStore
+from workflows.errors import StorageError
+
+RCLONE = Path(sys.executable).parent / "rclone"
+
+
+@contextmanager
+def serving_s3(folder: Path) -> Iterator[ObjectStore]:
+    """An object store whose content is `folder/test`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    access, secret = secrets.token_hex(8), secrets.token_hex(16)
+    (folder / "test").mkdir(parents=True)
+    argv = [str(RCLONE), "serve", "s3", "--addr", address, "--auth-key", f"{access},{secret}", str(folder)]
+    server = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        store = ObjectStore.connect(
+            endpoint=f"http://{address}", bucket="test", region="us-east-1", access_key=access, secret_key=secret
+        )
+        _await(store)
+        yield store
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def _await(store: ObjectStore) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            store.put("probe", b"")
+            return
+        except StorageError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
