@@ -21,11 +21,11 @@ _attempts = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def docker_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def docker_host() -> Iterator[str]:
     if answers(DEFAULT_SOCKET):
         yield ""
     elif may_start_one():
-        daemon = PrivateDaemon(tmp_path_factory.mktemp("dockerd"))
+        daemon = PrivateDaemon()
         daemon.start()
         yield daemon.host
         daemon.stop()

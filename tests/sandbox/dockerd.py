@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,10 +29,10 @@ def may_start_one() -> bool:
 class PrivateDaemon:
     """`start` it, `kill` it as a crash would, `start` it again; `stop` for good."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        # A socket's path may have 108 bytes; pytest's folders are long.
-        self._socket = Path(f"/tmp/ratchet-test-{os.getpid()}-{folder.name[-8:]}.sock")
+    def __init__(self) -> None:
+        # Not below pytest's folders: a socket's path may have 108 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="ratchet-dockerd-"))
+        self._socket = self._folder / "docker.sock"
         self.host = f"unix://{self._socket}"
         self._containerd: subprocess.Popen[bytes] | None = None
         self._dockerd: subprocess.Popen[bytes] | None = None
@@ -69,7 +70,6 @@ class PrivateDaemon:
             if process is not None:
                 process.terminate()
                 process.wait(30)
-        self._socket.unlink(missing_ok=True)
         for mount in sorted(_mounts_below(self._folder), key=len, reverse=True):
             subprocess.run(["umount", mount], check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
