@@ -1,0 +1,105 @@
+"""Builds the activities of each role from the settings: the clients, and who is handed which."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from workers.settings import Settings
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from temporalio.client import Client
+
+    from activities.generation.activities import GenerationActivities
+    from activities.generation.loading import EngineActivities
+    from activities.lineage.activities import LineageActivities
+    from activities.lineage.runs import RunControlActivities
+    from activities.publication.activities import PublicationActivities
+    from activities.sandbox.activities import SandboxActivities
+    from activities.training.activities import TrainingActivities
+    from storage.objects import ObjectStore
+
+
+def methods(instance: object) -> list[Callable[..., Any]]:
+    """The activities among an object's methods."""
+    found = inspect.getmembers(instance, inspect.ismethod)
+    return [method for _, method in found if hasattr(method, "__temporal_activity_definition")]
+
+
+def object_store(settings: Settings) -> ObjectStore:
+    from storage.objects import ObjectStore
+
+    return ObjectStore.connect(
+        endpoint=settings.s3_endpoint,
+        bucket=settings.s3_bucket,
+        region=settings.s3_region,
+        access_key=settings.s3_access_key.get_secret_value(),
+        secret_key=settings.s3_secret_key.get_secret_value(),
+    )
+
+
+def database(settings: Settings) -> Engine:
+    from storage.database import open_database
+
+    return open_database(settings.sql_url)
+
+
+def lineage(settings: Settings) -> LineageActivities:
+    from activities.lineage.activities import LineageActivities
+    from tasksets import open_taskset
+
+    return LineageActivities(
+        database(settings),
+        object_store(settings),
+        engines=settings.engine_infos,
+        models_dir=settings.home_path / "models",
+        open_taskset=open_taskset,
+    )
+
+
+def run_control(client: Client) -> RunControlActivities:
+    from activities.lineage.runs import RunControlActivities
+
+    return RunControlActivities(client)
+
+
+async def sandbox(settings: Settings, stack: AsyncExitStack) -> SandboxActivities:
+    from activities.sandbox.activities import SandboxActivities
+    from activities.sandbox.docker import DockerBackend
+    from tasksets import open_taskset
+
+    backend = DockerBackend(settings.docker_host, settings.home_path, settings.sandbox_slots)
+    stack.push_async_callback(backend.aclose)
+    return SandboxActivities(backend, open_taskset, settings.host)
+
+
+async def generation(settings: Settings, stack: AsyncExitStack) -> GenerationActivities:
+    from activities.generation.activities import GenerationActivities
+    from activities.generation.routing import EnginePool
+    from tasksets import open_taskset
+
+    pool = await stack.enter_async_context(EnginePool(settings.engine_infos))
+    return GenerationActivities(pool, object_store(settings), open_taskset)
+
+
+def training(settings: Settings, stack: AsyncExitStack) -> tuple[TrainingActivities, PublicationActivities]:
+    from activities.publication.activities import PublicationActivities
+    from activities.training.activities import TrainingActivities
+    from activities.training.service import TrainerService
+
+    store, rows, spool = object_store(settings), database(settings), settings.home_path / "spool"
+    service = TrainerService(store, spool)
+    stack.callback(service.close)
+    return TrainingActivities(service, store, rows, spool), PublicationActivities(service, store, rows, spool)
+
+
+async def engines(settings: Settings, stack: AsyncExitStack) -> EngineActivities:
+    from activities.generation.loading import EngineActivities, EngineKeeper
+
+    activities = EngineActivities(object_store(settings), database(settings), settings.home_path)
+    ours = [engine for engine in settings.engine_infos if engine.host == settings.host]
+    await stack.enter_async_context(EngineKeeper(activities, ours))
+    return activities
