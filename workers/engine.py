@@ -1,0 +1,68 @@
+"""`python -m workers.engine --name NAME --port PORT`: becomes the vLLM server of one engine.
+
+Waits for the specification that the `serve` activity writes, notes its pid, and replaces itself by vLLM: the pid
+stays, so the supervisor that started it sees every end of the server, whatever its exit code. Started and restarted by
+the supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from activities.generation.server import (
+    EngineSpec,
+    command,
+    device,
+    engine_index,
+    environment,
+    pid_path,
+    read_spec,
+)
+from workers.settings import Settings, inherited_environment
+
+LOOK_EVERY_S = 0.2
+
+log = logging.getLogger("ratchet.engine")
+
+
+def wait_for_spec(home: Path, name: str) -> EngineSpec:
+    """The engine's spec, as soon as there is one whose model folder exists."""
+    said: EngineSpec | None = None
+    while True:
+        spec = read_spec(home, name)
+        if spec is not None and Path(spec.model, "config.json").is_file():
+            return spec
+        if spec != said:
+            log.error("%s: no config.json in %s; waiting for another model", name, spec.model if spec else "")
+            said = spec
+        time.sleep(LOOK_EVERY_S)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(description="Become the vLLM server of one engine.")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    options = parser.parse_args()
+    home = Settings().home_path
+    pid_file = pid_path(home, options.name)
+    pid_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    pid_file.write_text(f"{os.getpid()}\n")
+    log.info("%s: waiting for a model", options.name)
+    spec = wait_for_spec(home, options.name)
+    on = device()
+    arguments = [sys.executable, *command(spec, options.port, on=on)]
+    cores = sorted(os.sched_getaffinity(0))
+    env = environment(inherited_environment(), index=engine_index(options.name), on=on, cores=cores)
+    log.info("%s: serving %s in %s, %d tokens of context", options.name, spec.model, spec.dtype, spec.context_length)
+    sys.stdout.flush()
+    os.execve(sys.executable, arguments, env)
+
+
+if __name__ == "__main__":
+    main()
