@@ -1,0 +1,160 @@
+"""Sandboxes come, are found again and go; none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from activities.sandbox.channel import Operation
+from activities.sandbox.daemon import Daemon
+from activities.sandbox.docker import DockerBackend
+from activities.sandbox.evidence import SandboxGone
+from activities.sandbox.image import busybox_layer, ensure_image
+from tests.sandbox.conftest import SMALL, Box, docker, fresh_attempt, labels
+from workflows.errors import InvalidConfig, SandboxError
+
+pytestmark = pytest.mark.docker
+
+
+def containers(host: str, run: str) -> list[str]:
+    return docker(host, "ps", "-aq", "--filter", f"label=ratchet.run={run}").split()
+
+
+async def test_a_retried_acquire_returns_the_container_of_its_first_try(backend: DockerBackend, box: Box) -> None:
+    again = await backend.acquire(SMALL, labels(box.attempt))
+    assert (again.id, again.container_id) == (box.id, box.container_id)
+
+
+async def test_acquires_of_one_attempt_at_the_same_time_make_one_container(backend: DockerBackend) -> None:
+    attempt = fresh_attempt()
+    made = await asyncio.gather(*(backend.acquire(SMALL, labels(attempt, run="same")) for _ in range(4)))
+    assert len({sandbox.container_id for sandbox in made}) == 1
+    assert await backend.sweep("same") == (1, 1)
+
+
+async def test_another_process_finds_the_sandbox_of_a_dead_one(
+    docker_host: str, backend: DockerBackend, box: Box
+) -> None:
+    await box("echo kept > note")
+    heir = DockerBackend(docker_host, backend._state, slots=16)
+    try:
+        assert (await heir.acquire(SMALL, labels(box.attempt))).container_id == box.container_id
+        result = await heir.run(box.id, Operation(op_id="t1", command="cat note", timeout_s=5))
+        assert result.head == b"kept\n"
+    finally:
+        await heir.aclose()
+
+
+async def test_a_cancelled_acquire_is_found_by_its_retry_or_its_release(
+    backend: DockerBackend, docker_host: str
+) -> None:
+    attempt = fresh_attempt()
+    call = asyncio.create_task(backend.acquire(SMALL, labels(attempt, run="cancelled")))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await asyncio.sleep(0.3)
+    await backend.close_attempt(attempt)
+    assert containers(docker_host, "cancelled") == []
+
+
+async def test_a_dead_container_makes_room_for_a_fresh_one(backend: DockerBackend, box: Box) -> None:
+    await box("echo old", op_id="t0")
+    docker(backend._daemon.docker_host, "kill", box.id)
+    fresh = await backend.acquire(SMALL, labels(box.attempt))
+    assert fresh.container_id != box.container_id
+    result = await backend.run(box.id, Operation(op_id="t0", command="echo new", timeout_s=5))
+    assert (result.replayed, result.head) == (False, b"new\n")
+
+
+async def test_closing_twice_and_at_once_is_fine(backend: DockerBackend) -> None:
+    sandbox = await backend.acquire(SMALL, labels(fresh_attempt(), run="closing"))
+    await asyncio.gather(*(backend.close(sandbox.id) for _ in range(3)))
+    await backend.close(sandbox.id)
+    assert not backend._boxes.box(sandbox.id).exists()
+    with pytest.raises(SandboxGone):
+        await backend.run(sandbox.id, Operation(op_id="t0", command="true", timeout_s=1))
+
+
+async def test_a_cancelled_close_goes_on(backend: DockerBackend, docker_host: str) -> None:
+    sandbox = await backend.acquire(SMALL, labels(fresh_attempt(), run="shielded"))
+    call = asyncio.create_task(backend.close(sandbox.id))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    until = time.monotonic() + 10
+    while containers(docker_host, "shielded") and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+    assert containers(docker_host, "shielded") == []
+
+
+async def test_a_sweep_takes_one_runs_containers_and_folders_and_no_others(backend: DockerBackend, box: Box) -> None:
+    orphans = [await backend.acquire(SMALL, labels(f"orphans/g0/e{n}/a0", run="orphans")) for n in range(2)]
+    await backend._remove(orphans[0].id)
+    assert await backend.sweep("orphans") == (1, 2)
+    assert await backend.sweep("orphans") == (0, 0)
+    assert await box.out("echo fine") == "fine"
+
+
+async def test_eight_acquires_at_once_all_come(backend: DockerBackend) -> None:
+    made = await asyncio.gather(*(backend.acquire(SMALL, labels(f"eight/g0/e{n}/a0", run="eight")) for n in range(8)))
+    results = await asyncio.gather(
+        *(backend.run(item.id, Operation(op_id="t0", command="hostname; ls /work", timeout_s=5)) for item in made)
+    )
+    assert [result.head for result in results] == [b"sandbox\n"] * 8
+    assert await backend.sweep("eight") == (8, 8)
+
+
+async def test_a_paused_sandbox_is_silent_and_not_lost(backend: DockerBackend, box: Box) -> None:
+    docker(backend._daemon.docker_host, "pause", box.id)
+    with pytest.raises(SandboxError, match="does not answer") as silent:
+        await backend.ask(box.id, "t0", wait_s=-5.5)
+    assert silent.value.retryable
+    docker(backend._daemon.docker_host, "unpause", box.id)
+    assert await box.out("echo fine") == "fine"
+
+
+async def test_more_sandboxes_than_slots_wait_for_a_release(docker_host: str, tmp_path: Path) -> None:
+    backend = DockerBackend(docker_host, tmp_path, slots=1)
+    first = await backend.acquire(SMALL, labels("slots/g0/e0/a0", run="slots"))
+    second = asyncio.create_task(backend.acquire(SMALL, labels("slots/g0/e1/a0", run="slots")))
+    await asyncio.sleep(0.5)
+    assert not second.done()
+    await backend.close(first.id)
+    assert (await second).waited_s > 0.4
+    await backend.sweep("slots")
+    await backend.aclose()
+
+
+async def test_two_stacks_on_one_daemon_leave_each_other_alone(docker_host: str, tmp_path: Path, box: Box) -> None:
+    other = DockerBackend(docker_host, tmp_path, slots=1)
+    twin = await other.acquire(SMALL, labels(box.attempt))
+    assert twin.id != box.id
+    assert await other.sweep("test") == (1, 1)
+    assert await box.out("echo fine") == "fine"
+    await other.aclose()
+
+
+async def test_an_unknown_image_is_the_users_mistake(backend: DockerBackend) -> None:
+    with pytest.raises(InvalidConfig, match="there are: busybox"):
+        await backend.acquire(SMALL.__class__(image="windows"), labels(fresh_attempt()))
+
+
+async def test_the_image_is_the_same_to_the_byte_and_loaded_once(docker_host: str) -> None:
+    assert busybox_layer().digest == busybox_layer().digest
+    daemon = Daemon(docker_host)
+    first = await ensure_image(daemon, "busybox")
+    assert await ensure_image(daemon, "busybox") == first
+    await daemon.close()
+    assert docker(docker_host, "inspect", "-f", "{{.Config.Labels}}", first) == "map[ratchet.image:busybox]"
+
+
+async def test_a_daemon_that_is_not_there_is_retryable(tmp_path: Path) -> None:
+    backend = DockerBackend(f"unix://{tmp_path}/none.sock", tmp_path, slots=1)
+    with pytest.raises(SandboxError, match="no answer from unix://") as unreachable:
+        await backend.acquire(SMALL, labels("none/g0/e0/a0"))
+    assert unreachable.value.retryable
+    await backend.aclose()
