@@ -84,7 +84,7 @@ class TrainingConfig(Section):
         0.5, gt=0, description="Groups whose mean divergence from today's policy is above it are left out."
     )
     mismatch_limit: float = Field(
-        0.01, gt=0, description="Mean mismatch_kl above which the run stops: engine and trainer compute different models."
+        0.01, gt=0, description="Mean mismatch_kl at which the run stops: engine and trainer compute different models."
     )
     micro_batch_tokens: int = Field(8192, ge=32, description="Padded tokens of one forward pass.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPU, float32 on CPU.")

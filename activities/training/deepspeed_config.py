@@ -30,7 +30,11 @@ def deepspeed_config(training: TrainingConfig, *, bfloat16: bool, cuda: bool) ->
     for path, field in DECIDED_ELSEWHERE.items():
         if _has(training.deepspeed, path):
             raise InvalidConfig(f"training.deepspeed: {path} is decided by {field}")
-    parameters = {"lr": training.learning_rate, "betas": [0.9, 0.95], "weight_decay": training.weight_decay}
+    optimizer = str(training.deepspeed.get("optimizer", {}).get("type", "AdamW"))
+    parameters: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    if optimizer in ("Adam", "AdamW"):
+        # DeepSpeed's own CPU Adam compiles for a minute at first use and wins nothing here.
+        parameters |= {"betas": [0.9, 0.95], "torch_adam": not cuda}
     defaults: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -38,8 +42,7 @@ def deepspeed_config(training: TrainingConfig, *, bfloat16: bool, cuda: bool) ->
         "steps_per_print": NEVER_PRINT,
         "zero_optimization": {"stage": 2},
         "bf16": {"enabled": bfloat16},
-        # DeepSpeed's own CPU Adam compiles for a minute at first use and wins nothing here.
-        "optimizer": {"type": "AdamW", "params": {**parameters, "torch_adam": not cuda}},
+        "optimizer": {"type": optimizer, "params": parameters},
         "zero_allow_untested_optimizer": True,
     }
     if bfloat16:

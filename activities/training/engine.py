@@ -172,7 +172,9 @@ class Trainer:
         self.half_done = False
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's own tensors as they are served: on the CPU, contiguous, in the run's dtype, tied ones once."""
+        """The model's own tensors as they are served: on the CPU, contiguous, in the run's dtype, tied ones once.
+
+        On the CPU they share the trainer's memory: use them before the next step."""
         if self.half_done:
             raise TrainerError("half a step can't be exported")
         whole = (

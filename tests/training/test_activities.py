@@ -195,7 +195,7 @@ async def test_another_world_size_is_refused_with_both_numbers_and_the_way_out(w
     manifest = read_manifest(run.store, started.checkpoint)
     two = manifest.model_copy(update={"world_size": 2})
     run.store.put("other/manifest.json", two.model_dump_json().encode())
-    with pytest.raises(TrainerError, match="world size 2, this trainer has 1: convert.*ds_to_universal.*new run"):
+    with pytest.raises(TrainerError, match=r"world size 2, this trainer has 1: convert.*ds_to_universal.*new run"):
         await run.start("other/manifest.json")
 
 
@@ -228,6 +228,6 @@ async def test_engine_and_trainer_that_compute_different_models_stop_the_run(wor
     run = world(mismatch_limit=1e-6)
     await run.start()
     run.reserve(1)
-    with pytest.raises(TrainerError, match="mismatch_kl .* is above training.mismatch_limit") as caught:
+    with pytest.raises(TrainerError, match=r"mismatch_kl .* is above training\.mismatch_limit") as caught:
         await run.update(1)
     assert not caught.value.retryable
