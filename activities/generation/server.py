@@ -106,7 +106,7 @@ def kv_cache_bytes(spec: EngineSpec, on: str) -> int:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = 4 if spec.dtype == "float32" else 2
     per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * width
-    wanted = per_token * spec.context_length * MAX_SEQUENCES
+    wanted: int = per_token * spec.context_length * MAX_SEQUENCES
     return max(KV_BYTES_MIN, min(wanted, KV_BYTES_MAX[on]))
 
 

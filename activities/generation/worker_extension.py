@@ -29,10 +29,10 @@ class WorkerExtension:
         import torch
 
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        lines = [
-            f"{name} {tuple(tensor.shape)} {tensor.detach().view(integers[tensor.element_size()]).sum(dtype=torch.int64)}"
-            for name, tensor in sorted(self.model_runner.get_model().named_parameters())
-        ]
+        lines = []
+        for name, tensor in sorted(self.model_runner.get_model().named_parameters()):
+            bits = tensor.detach().view(integers[tensor.element_size()])
+            lines.append(f"{name} {tuple(bits.shape)} {bits.sum(dtype=torch.int64)}")
         return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
 
 
