@@ -149,8 +149,8 @@ def parse_result(data: bytes, *, replayed: bool) -> Result:
 
 
 def journaled(box: Path, op_id: str) -> Result | None:
-    """The result that the journal of a sandbox holds, also when the sandbox is gone. Raises SandboxError (final) for one
-    that can't be read: results appear whole, so a retry would find the same."""
+    """The result that the journal of a sandbox holds, also when the sandbox is gone. Raises SandboxError (final) for
+    one that can't be read: results appear whole, so a retry would find the same."""
     path = box / key_of(op_id)
     data = path.read_bytes() if path.is_file() else b""
     try:

@@ -57,6 +57,7 @@ class DockerBackend:
         self._locks: dict[str, asyncio.Lock] = {}
         self._closing: set[asyncio.Task[Any]] = set()
         self._toolbox: Path | None = None
+        self._images: dict[str, str] = {}
         self._cgroup: str | None = None
 
     def id_of(self, attempt: str, kind: str = "agent") -> str:
@@ -71,7 +72,7 @@ class DockerBackend:
         waited = await self._slots.take(sandbox_id) if labels.get("kind", "agent") == "agent" else 0.0
         try:
             async with self._locks.setdefault(sandbox_id, asyncio.Lock()):
-                container_id, image_id = await self._start(sandbox_id, spec, labels)
+                container_id, image_id = await _whole(self._start(sandbox_id, spec, labels))
                 await self._ready(sandbox_id)
         finally:
             self._slots.started(sandbox_id)
@@ -130,6 +131,9 @@ class DockerBackend:
             found = None
         if found is None:
             found = await self._create(sandbox_id, spec, labels)
+        if found is None:
+            self._images.pop(spec.image, None)
+            raise SandboxError(f"container {sandbox_id} was not made: its image or itself was removed meanwhile")
         if found["State"]["Status"] == "created":
             await self._daemon.call(
                 "start", lambda client: client.containers.container(sandbox_id).start(), create=True
@@ -137,33 +141,31 @@ class DockerBackend:
             await asyncio.to_thread(raise_share, self._cgroup or "")
         return str(found["Id"]), str(found["Image"])
 
-    async def _create(self, sandbox_id: str, spec: SandboxSpec, labels: dict[str, str]) -> dict[str, Any]:
+    async def _create(self, sandbox_id: str, spec: SandboxSpec, labels: dict[str, str]) -> dict[str, Any] | None:
         tools = await self._tools()
         sbxd = self._use_sbxd and has_sbxd(tools)
         all_labels = {f"ratchet.{name}": value for name, value in labels.items()} | {
             "ratchet.stack": self._stack,
             "ratchet.transport": "sbxd" if sbxd else "exec",
         }
-        image_id = await ensure_image(self._daemon, spec.image)
+        if spec.image not in self._images:
+            self._images[spec.image] = await ensure_image(self._daemon, spec.image)
         if self._cgroup is None:
             self._cgroup = cgroup_parent(await self._daemon.call("info", lambda client: client.system.info()))
         box = await asyncio.to_thread(self._boxes.make, sandbox_id, all_labels)
         config = create_config(
             spec,
-            image_id=image_id,
+            image_id=self._images[spec.image],
             mounts=Mounts(tools, box),
             labels=all_labels,
             sbxd=sbxd,
             cgroup_parent=self._cgroup,
         )
-        with tolerated(409):  # made by a try whose answer was lost
+        with tolerated(404, 409):  # the image was pruned; made by a try whose answer was lost
             await self._daemon.call(
                 "create", lambda client: client.containers.create(config, name=sandbox_id), create=True
             )
-        made = await self._inspect(sandbox_id)
-        if made is None:
-            raise SandboxError(f"container {sandbox_id} vanished while it was made")
-        return made
+        return await self._inspect(sandbox_id)
 
     async def _ready(self, sandbox_id: str) -> None:
         """Wait until the first process answers."""
@@ -239,3 +241,13 @@ class DockerBackend:
             if time.monotonic() > until:
                 raise SandboxError(f"container {sandbox_id} can't be removed")
             await asyncio.sleep(0.1)
+
+
+async def _whole(work: Coroutine[Any, Any, Value]) -> Value:
+    """Finish `work` before a cancellation goes on: what the daemon was asked for is then there to be removed."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

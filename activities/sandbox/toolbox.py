@@ -18,7 +18,7 @@ from workflows.errors import SandboxError
 
 log = logging.getLogger(__name__)
 
-SBXD_SOURCE = Path(__file__).with_name("sbxd.c")
+SBXD_SOURCES = sorted(Path(__file__).with_name("sbxd").glob("*.[ch]"))
 RUN_SCRIPT = Path(__file__).with_name("run.sh")
 
 
@@ -40,7 +40,7 @@ def applets(busybox: Path) -> list[str]:
 def build_toolbox(cache: Path) -> Path:
     """The toolbox below `cache`, built if it isn't there. Blocking: about a second once, then nothing."""
     busybox = find_busybox()
-    parts = [busybox.read_bytes(), SBXD_SOURCE.read_bytes(), RUN_SCRIPT.read_bytes()]
+    parts = [path.read_bytes() for path in (busybox, *SBXD_SOURCES, RUN_SCRIPT)]
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     folder = cache / digest[:16]
     if has_sbxd(folder) or (folder.is_dir() and shutil.which("gcc") is None):
@@ -74,7 +74,8 @@ def has_sbxd(toolbox: Path) -> bool:
 
 def _compile(target: Path) -> None:
     """Compile sbxd; where that fails the sandboxes fall back on `docker exec` and say so."""
-    command = ["gcc", "-static", "-O2", "-o", str(target), str(SBXD_SOURCE)]
+    units = [str(path) for path in SBXD_SOURCES if path.suffix == ".c"]
+    command = ["gcc", "-static", "-O2", "-o", str(target), *units]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:

@@ -48,15 +48,12 @@ async def test_another_process_finds_the_sandbox_of_a_dead_one(
         await heir.aclose()
 
 
-async def test_a_cancelled_acquire_is_found_by_its_retry_or_its_release(
-    backend: DockerBackend, docker_host: str
-) -> None:
+async def test_a_release_after_a_cancelled_acquire_leaves_nothing(backend: DockerBackend, docker_host: str) -> None:
     attempt = fresh_attempt()
     call = asyncio.create_task(backend.acquire(SMALL, labels(attempt, run="cancelled")))
     await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    await asyncio.sleep(0.3)
     await backend.close_attempt(attempt)
     assert containers(docker_host, "cancelled") == []
 
@@ -150,6 +147,16 @@ async def test_the_image_is_the_same_to_the_byte_and_loaded_once(docker_host: st
     assert await ensure_image(daemon, "busybox") == first
     await daemon.close()
     assert docker(docker_host, "inspect", "-f", "{{.Config.Labels}}", first) == "map[ratchet.image:busybox]"
+
+
+async def test_a_pruned_image_is_made_again_by_the_retry(backend: DockerBackend) -> None:
+    backend._images["busybox"] = "sha256:" + "0" * 64
+    attempt = fresh_attempt()
+    with pytest.raises(SandboxError, match="its image or itself was removed") as pruned:
+        await backend.acquire(SMALL, labels(attempt, run="pruned"))
+    assert pruned.value.retryable
+    await backend.acquire(SMALL, labels(attempt, run="pruned"))
+    assert await backend.sweep("pruned") == (1, 1)
 
 
 async def test_a_daemon_that_is_not_there_is_retryable(tmp_path: Path) -> None:
