@@ -4,8 +4,6 @@ The database enforces "once": every row has a natural key, and `BatchMember` has
 trajectory can be in one batch only. Rows are written by idempotent upsert (storage/queries.py); nothing here counts.
 """
 
-
-
 from typing import Any
 
 from sqlalchemy import JSON, Column, Index
@@ -25,6 +23,8 @@ class Run(SQLModel, table=True):
     config: dict[str, Any] = _json()
     mode: str
     seed: int
+    execution: str = ""
+    """The workflow's first execution: a second run under the same id is refused."""
     step: int = 0
     policy_version: int = 0
     resume_from: str | None = None

@@ -1,0 +1,235 @@
+"""The lineage activities: short idempotent database writes, and the checks that a run's opening needs.
+
+Called by the workflows; every write goes through storage/queries.py in one short transaction, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Engine
+from sqlmodel import Session
+from temporalio import activity
+
+from storage import queries
+from storage.database import session
+from storage.objects import ObjectStore
+from storage.tables import Run
+from tasksets import Taskset, pick
+from workflows.config import RunConfig
+from workflows.contracts import (
+    CloseRunInput,
+    EngineInfo,
+    EpisodeRecord,
+    EvaluationRecord,
+    GroupResult,
+    LeaseEnginesInput,
+    LeaseEnginesOutput,
+    OpenRunInput,
+    OpenRunOutput,
+    PickTasksInput,
+    PickTasksOutput,
+    ReserveBatchInput,
+    ReserveBatchOutput,
+    RunProgress,
+    RunState,
+    Split,
+)
+from workflows.errors import InvalidConfig
+
+Result = TypeVar("Result")
+
+
+class LineageActivities:
+    """`models_dir` holds the bootstrapped policies by name; `engines` are those of all hosts."""
+
+    def __init__(
+        self,
+        database: Engine,
+        store: ObjectStore,
+        *,
+        engines: list[EngineInfo],
+        models_dir: Path,
+        open_taskset: Callable[[str], Taskset],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._database = database
+        self._store = store
+        self._engines = engines
+        self._models_dir = models_dir
+        self._open_taskset = open_taskset
+        self._now = now
+
+    async def _write(self, work: Callable[[Session], Result]) -> Result:
+        def transaction() -> Result:
+            with session(self._database) as opened:
+                return work(opened)
+
+        return await asyncio.to_thread(transaction)
+
+    @activity.defn(name="open_run")
+    async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
+        """Check what the workflow can't see and write the run's row. Raises InvalidConfig with every mistake."""
+        return await self._write(lambda opened: self._open(opened, message))
+
+    def _open(self, opened: Session, message: OpenRunInput) -> OpenRunOutput:
+        config = RunConfig.model_validate(message.config)
+        mistakes: list[str] = []
+        model = self._model(config, mistakes)
+        train, held_out = self._tasks(config, mistakes)
+        checkpoint = self._resume(opened, config, mistakes)
+        if not self._engines:
+            mistakes.append("engines: none is configured; start the stack with `ratchet up --engines 1`")
+        earlier = opened.get(Run, message.run)
+        if earlier is not None and earlier.execution != message.execution:
+            mistakes.append(
+                f"workflow id: run {message.run!r} exists ({earlier.state}); start under another --workflow-id,"
+                f' with "resume_from": {json.dumps(message.run)} to go on from its last checkpoint'
+            )
+        if mistakes:
+            raise InvalidConfig("\n".join(mistakes))
+        if earlier is None:
+            opened.add(
+                Run(
+                    id=message.run,
+                    state=RunState.STARTING,
+                    config=message.config,
+                    mode=config.mode,
+                    seed=config.seed,
+                    execution=message.execution,
+                    resume_from=config.resume_from,
+                    started_at=self._now(),
+                )
+            )
+        return OpenRunOutput(
+            model=str(model),
+            train_tasks=train,
+            held_out_tasks=held_out,
+            engines=self._engines,
+            resume_checkpoint=checkpoint,
+        )
+
+    def _model(self, config: RunConfig, mistakes: list[str]) -> Path:
+        named = "/" not in config.model
+        folder = self._models_dir / config.model if named else Path(config.model).expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            made = sorted(path.parent.name for path in self._models_dir.glob("*/config.json"))
+            mistakes.append(
+                f"model: no Hugging Face folder at {folder}; `ratchet bootstrap tiny` makes the policy `tiny`, a path"
+                f" names any other folder; made here so far: {', '.join(made) or 'none'}"
+            )
+            return folder
+        wanted = {"tokenizer": "tokenizer*.json", "safetensors weights": "*.safetensors"}
+        mistakes += [f"model: {folder} has no {what}" for what, glob in wanted.items() if not any(folder.glob(glob))]
+        longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+        if longest and config.rollout.context_length > longest:
+            mistakes.append(
+                f"rollout.context_length: {config.rollout.context_length} is above the model's {longest} positions"
+            )
+        return folder
+
+    def _tasks(self, config: RunConfig, mistakes: list[str]) -> tuple[int, int]:
+        try:
+            taskset = self._open_taskset(config.taskset)
+        except InvalidConfig as error:
+            mistakes.append(f"taskset: {error}")
+            return 0, 0
+        train, held_out = len(taskset.ids(Split.TRAIN)), len(taskset.ids(Split.HELD_OUT))
+        if not train:
+            mistakes.append(f"taskset: {config.taskset} has no train tasks")
+        if config.evaluation.tasks > held_out:
+            mistakes.append(
+                f"evaluation.tasks: {config.evaluation.tasks}, but the taskset has {held_out} held-out tasks"
+            )
+        return train, held_out
+
+    def _resume(self, opened: Session, config: RunConfig, mistakes: list[str]) -> str:
+        if config.resume_from is None:
+            return ""
+        try:
+            queries.run_row(opened, run=config.resume_from)
+        except queries.NotFound as error:
+            mistakes.append(f"resume_from: {error}")
+            return ""
+        checkpoint = queries.last_checkpoint(opened, run=config.resume_from)
+        if not checkpoint:
+            mistakes.append(f"resume_from: run {config.resume_from!r} has no checkpoint")
+        return checkpoint
+
+    @activity.defn(name="pick_tasks")
+    async def pick_tasks(self, message: PickTasksInput) -> PickTasksOutput:
+        """The next tasks of the run's order, with their rows."""
+
+        def work(opened: Session) -> PickTasksOutput:
+            taskset = self._open_taskset(message.taskset)
+            refs = pick(taskset, message.split, message.seed, message.cursor, message.count)
+            for ref in refs:
+                task = taskset.load(ref.task_id)
+                queries.put_task(opened, ref=ref, kind=task.kind, instruction=task.instruction)
+            return PickTasksOutput(tasks=refs)
+
+        return await self._write(work)
+
+    @activity.defn(name="lease_engines")
+    async def lease_engines(self, message: LeaseEnginesInput) -> LeaseEnginesOutput:
+        return LeaseEnginesOutput(
+            held_by=await self._write(lambda opened: queries.lease_engines(opened, run=message.run))
+        )
+
+    @activity.defn(name="record_episode")
+    async def record_episode(self, message: EpisodeRecord) -> None:
+        await self._write(lambda opened: queries.put_episode(opened, record=message))
+
+    @activity.defn(name="record_group")
+    async def record_group(self, message: GroupResult) -> None:
+        run = message.group_id.rpartition("/")[0]
+        await self._write(lambda opened: queries.put_group(opened, run=run, result=message))
+
+    @activity.defn(name="record_evaluation")
+    async def record_evaluation(self, message: EvaluationRecord) -> None:
+        await self._write(lambda opened: queries.put_evaluation(opened, run=message.run, result=message.result))
+
+    @activity.defn(name="reserve_batch")
+    async def reserve_batch(self, message: ReserveBatchInput) -> ReserveBatchOutput:
+        """Reserve every valid episode of the groups, each once ever."""
+        episodes = await self._write(
+            lambda opened: queries.reserve_batch(
+                opened,
+                batch_id=message.batch_id,
+                run=message.run,
+                step=message.step,
+                policy_version=message.policy_version,
+                groups=message.groups,
+                waited=message.waited,
+            )
+        )
+        return ReserveBatchOutput(batch_id=message.batch_id, episodes=episodes)
+
+    @activity.defn(name="record_progress")
+    async def record_progress(self, message: RunProgress) -> None:
+        def work(opened: Session) -> None:
+            row = queries.run_row(opened, run=message.run)
+            row.state, row.reason = message.state, message.reason
+            row.step, row.policy_version = message.step, message.policy_version
+            opened.add(row)
+
+        await self._write(work)
+
+    @activity.defn(name="close_run")
+    async def close_run(self, message: CloseRunInput) -> None:
+        """Write the run's end, free the engines, abort its unfinished uploads. A run that never opened has no row."""
+
+        def work(opened: Session) -> None:
+            queries.release_engines(opened, run=message.run)
+            row = opened.get(Run, message.run)
+            if row is not None and row.state not in queries.OVER:
+                row.state, row.reason, row.ended_at = message.state, message.reason, self._now()
+                opened.add(row)
+
+        await self._write(work)
+        await asyncio.to_thread(self._store.abort_uploads, f"runs/{message.run}/")

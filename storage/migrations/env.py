@@ -1,0 +1,21 @@
+"""Alembic's environment: the tables' metadata, online or as SQL."""
+
+from __future__ import annotations
+
+from alembic import context
+from sqlalchemy import create_engine
+from sqlmodel import SQLModel
+
+import storage.tables  # noqa: F401  (registers the tables)
+
+url = context.config.get_main_option("sqlalchemy.url") or ""
+
+if context.is_offline_mode():
+    context.configure(url=url, target_metadata=SQLModel.metadata, literal_binds=True)
+    with context.begin_transaction():
+        context.run_migrations()
+else:
+    with create_engine(url).connect() as connection:
+        context.configure(connection=connection, target_metadata=SQLModel.metadata, render_as_batch=True)
+        with context.begin_transaction():
+            context.run_migrations()
