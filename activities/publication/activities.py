@@ -7,8 +7,6 @@ afterwards.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +19,10 @@ from temporalio import activity
 from activities.publication.export import canary, export_folder, known_vocabulary
 from activities.publication.manifest import Manifest, objects_prefix, upload_folder, weights_key, write_manifest
 from activities.publication.retention import remove_old
-from activities.training.checkpoints import require_space
 from activities.training.engine import Trainer
 from activities.training.ledger import PUBLISHED, TRAINED
 from activities.training.service import TrainerService
+from activities.training.transit import transit_folder
 from activities.training.work import Work
 from storage.database import session
 from storage.objects import ObjectStore
@@ -88,17 +86,12 @@ class PublicationActivities:
 
     def _upload(self, trainer: Trainer, message: PublishInput, config: RunConfig, work: Work, lap: Lap) -> Manifest:
         """Export, check and send everything but the manifest."""
-        spool = self._spool / f"weights-{os.getpid()}"
-        spool.mkdir(parents=True, exist_ok=True)
-        require_space(spool, trainer.parameters * trainer.dtype.itemsize)
-        try:
-            export_folder(trainer, spool)
+        with transit_folder(self._spool, trainer.parameters * trainer.dtype.itemsize) as folder:
+            export_folder(trainer, folder)
             lap("export")
             work.check(f"uploading version {message.version}")
-            files = upload_folder(self._store, objects_prefix(message.run), spool, progress=work.moved)
+            files = upload_folder(self._store, objects_prefix(message.run), folder, progress=work.moved)
             lap("upload")
-        finally:
-            shutil.rmtree(spool, ignore_errors=True)
         probe = canary(trainer, seed=config.seed, vocabulary=known_vocabulary(trainer))
         lap("canary")
         return Manifest(

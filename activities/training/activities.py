@@ -7,7 +7,6 @@ never read.
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -57,8 +56,7 @@ class TrainingActivities:
         work.check(f"building the trainer of {config.model}")
         trainer = self._service.fresh(config)
         if message.resume_checkpoint:
-            spool = self._service.spool_for("load")
-            load_training_state(trainer, self._store, key=message.resume_checkpoint, spool=spool, work=work)
+            load_training_state(trainer, self._store, key=message.resume_checkpoint, spool=self._spool, work=work)
         key = training_state_key(message.run, 0)
         self._save(trainer, message.run, 0, key, work)
         self._service.holds(key)
@@ -105,8 +103,7 @@ class TrainingActivities:
         return UpdateOutput(step=message.step, checkpoint=key, metrics=metrics)
 
     def _save(self, trainer: Trainer, run: str, step: int, key: str, work: Work) -> None:
-        spool = self._spool / f"state-{os.getpid()}"
-        save_training_state(trainer, self._store, run=run, step=step, key=key, spool=spool, work=work)
+        save_training_state(trainer, self._store, run=run, step=step, key=key, spool=self._spool, work=work)
 
     def _trajectories(self, batch_id: str, work: Work) -> list[Trajectory]:
         """The batch's episodes as they were recorded. Raises TrainerError (final) where a record contradicts itself."""

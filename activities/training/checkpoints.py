@@ -5,7 +5,6 @@ Called by the update and by whoever needs the trainer at a step, in the trainer'
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from activities.publication.manifest import (
@@ -17,11 +16,10 @@ from activities.publication.manifest import (
     write_manifest,
 )
 from activities.training.engine import TAG, Trainer
+from activities.training.transit import transit_folder
 from activities.training.work import Work
 from storage.objects import ObjectStore
-from workflows.errors import StorageError, TrainerError
-
-MARGIN_BYTES = 64 << 20
+from workflows.errors import TrainerError
 
 
 def state_bytes(trainer: Trainer) -> int:
@@ -29,27 +27,14 @@ def state_bytes(trainer: Trainer) -> int:
     return trainer.parameters * (int(trainer.dtype.itemsize) + 12)
 
 
-def require_space(folder: Path, needed: int) -> None:
-    """Raises StorageError (retryable) unless `folder`'s disk holds `needed` bytes twice over: here, and in an object
-    store on the same disk."""
-    free, wanted = shutil.disk_usage(folder).free, 2 * needed + MARGIN_BYTES
-    if free < wanted:
-        raise StorageError(
-            f"{wanted / 1e6:,.0f} MB are needed at {folder} before a write of {needed / 1e6:,.0f} MB begins, "
-            f"{free / 1e6:,.0f} MB are free"
-        )
-
-
 def save_training_state(
     trainer: Trainer, store: ObjectStore, *, run: str, step: int, key: str, spool: Path, work: Work
 ) -> Manifest:
-    """Write the trainer's state as the manifest `key`. The spool is empty again afterwards, whatever happens."""
-    spool.mkdir(parents=True, exist_ok=True)
-    require_space(spool, state_bytes(trainer))
-    try:
-        folder = trainer.save_state(spool)
+    """Write the trainer's state as the manifest `key`."""
+    with transit_folder(spool, state_bytes(trainer)) as folder:
+        saved = trainer.save_state(folder)
         work.check(f"uploading the state of step {step}")
-        files = upload_folder(store, objects_prefix(run), folder, progress=work.moved)
+        files = upload_folder(store, objects_prefix(run), saved, progress=work.moved)
         if missing := trainer.state_files() - {file.name for file in files}:
             raise TrainerError(f"the training state lacks {', '.join(sorted(missing))}")
         manifest = Manifest(
@@ -57,8 +42,6 @@ def save_training_state(
         )
         write_manifest(store, key, manifest)
         return manifest
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
 
 
 def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool: Path, work: Work) -> Manifest:
@@ -72,12 +55,8 @@ def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool
             "with `python -m deepspeed.checkpoint.ds_to_universal`, or start a new run from the published weights",
             retryable=False,
         )
-    spool.mkdir(parents=True, exist_ok=True)
-    require_space(spool, manifest.total_bytes)
-    try:
+    with transit_folder(spool, manifest.total_bytes) as folder:
         work.check(f"downloading the state of step {manifest.step}")
-        download_files(store, manifest, spool / TAG, progress=work.moved)
-        trainer.load_state(spool)
+        download_files(store, manifest, folder / TAG, progress=work.moved)
+        trainer.load_state(folder)
         return manifest
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)

@@ -25,7 +25,7 @@ DECIDED_ELSEWHERE = {
 NEVER_PRINT = 10**9
 
 
-def deepspeed_config(training: TrainingConfig, *, bfloat16: bool, cuda: bool) -> dict[str, Any]:
+def deepspeed_config(training: TrainingConfig, *, bfloat16: bool) -> dict[str, Any]:
     """The JSON for deepspeed.initialize at world size 1. Raises InvalidConfig for a key that is decided elsewhere."""
     for path, field in DECIDED_ELSEWHERE.items():
         if _has(training.deepspeed, path):
@@ -33,8 +33,8 @@ def deepspeed_config(training: TrainingConfig, *, bfloat16: bool, cuda: bool) ->
     optimizer = str(training.deepspeed.get("optimizer", {}).get("type", "AdamW"))
     parameters: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if optimizer in ("Adam", "AdamW"):
-        # DeepSpeed's own CPU Adam compiles for a minute at first use and wins nothing here.
-        parameters |= {"betas": [0.9, 0.95], "torch_adam": not cuda}
+        # DeepSpeed's own compile at first use: a minute on a CPU, and a CUDA toolkit on a GPU.
+        parameters |= {"betas": [0.9, 0.95], "torch_adam": True}
     defaults: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

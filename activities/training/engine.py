@@ -45,7 +45,7 @@ class Trainer:
         self.cuda = torch.cuda.is_available()
         bfloat16 = training.dtype == "bfloat16" or (training.dtype == "auto" and self.cuda)
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
-        config = deepspeed_config(training, bfloat16=bfloat16, cuda=self.cuda)
+        config = deepspeed_config(training, bfloat16=bfloat16)
         self.zero_stage = int(config["zero_optimization"].get("stage", 0))
         self.max_grad_norm = training.max_grad_norm
         _seed_everything(seed)
@@ -54,6 +54,7 @@ class Trainer:
         except (OSError, ValueError, KeyError) as error:
             raise TrainerError(f"{folder}: not a causal language model: {error}", retryable=False) from error
         self.tensors = _own_tensors(model, self.dtype)
+        _require_file_names(folder, self.tensors)
         self.vocab_size = int(model.config.vocab_size)
         self.parameters: int = sum(parameter.numel() for parameter in model.parameters())
         model.config.use_cache = False
@@ -207,6 +208,21 @@ def _own_tensors(model: Any, dtype: torch.dtype) -> list[TensorInfo]:
         for name, value in state.items()
         if name not in aliases or name in first
     ]
+
+
+def _require_file_names(folder: Path, tensors: list[TensorInfo]) -> None:
+    """Engines load the names of the model's files. Raises TrainerError (final) where the modules name them otherwise."""
+    from safetensors import safe_open
+
+    known: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            known.update(file.keys())
+    if known and (unknown := {item.name for item in tensors} - known):
+        names = ", ".join(sorted(unknown)[:5])
+        raise TrainerError(
+            f"{folder}: its files have no tensors named {names}: no engine could load them", retryable=False
+        )
 
 
 def _seed_everything(seed: int) -> None:

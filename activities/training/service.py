@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import gc
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from temporalio import activity
 
 from activities.training.checkpoints import load_training_state
 from activities.training.engine import Trainer
+from activities.training.transit import sweep_transit
 from activities.training.work import Work
 from storage.objects import ObjectStore
 from workflows.config import RunConfig
@@ -35,6 +35,7 @@ class TrainerService:
     def __init__(self, store: ObjectStore, spool: Path) -> None:
         self._store = store
         self._spool = spool
+        sweep_transit(spool)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._trainer: Trainer | None = None
         self._built_for = ""
@@ -75,7 +76,7 @@ class TrainerService:
             return trainer
         work.check(f"loading {checkpoint}")
         trainer = self.fresh(config)
-        load_training_state(trainer, self._store, key=checkpoint, spool=self.spool_for("load"), work=work)
+        load_training_state(trainer, self._store, key=checkpoint, spool=self._spool, work=work)
         self._holds = checkpoint
         return trainer
 
@@ -86,9 +87,6 @@ class TrainerService:
     def holds(self, checkpoint: str) -> None:
         """The trainer's present state is committed as `checkpoint`."""
         self._holds = checkpoint
-
-    def spool_for(self, name: str) -> Path:
-        return self._spool / f"trainer-{os.getpid()}-{name}"
 
     def close(self) -> None:
         """Let go of the trainer and its thread, after the work in progress."""

@@ -23,7 +23,7 @@ from activities.publication.manifest import (
     write_manifest,
 )
 from activities.publication.retention import versions_to_keep
-from activities.training import checkpoints
+from activities.training import transit
 from storage.database import session
 from storage.objects import MissingObject, ObjectStore
 from storage.tables import Batch, EngineLoad, PolicyVersion, Publication
@@ -70,6 +70,30 @@ async def test_what_is_published_is_a_model_that_gives_the_canarys_logprobs(worl
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [0.0] + [float(table[index - 1, token]) for index, token in enumerate(ids) if index]
     assert manifest.canary.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("training", "dtype"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, torch.float32),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+async def test_every_arrangement_of_the_trainer_exports_whole_tensors_and_comes_back(
+    world: Worlds, tmp_path: Path, training: dict[str, object], dtype: torch.dtype
+) -> None:
+    run = world(**training)
+    first = downloaded(run, (await step(run, 0)).manifest, tmp_path / "v0")
+    source = load_file(run.policy / "model.safetensors")
+    start = load_file(first / "model.safetensors")
+    assert all(torch.equal(start[name], source[name].to(dtype)) for name in start)
+    run.reserve(1)
+    checkpoint = (await run.update(1)).checkpoint
+    second = downloaded(run, (await run.restarted().publish(1, checkpoint)).manifest, tmp_path / "v1")
+    changed = load_file(second / "model.safetensors")
+    assert any(not torch.equal(start[name], changed[name]) for name in start)
+    assert json.loads((second / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
 async def test_each_version_has_another_canary_and_shares_the_files_that_do_not_change(world: Worlds) -> None:
@@ -124,7 +148,7 @@ async def test_a_new_worker_publishes_the_same_content_from_the_checkpoint(
     assert output.digest == before.digest
     with session(run.database) as opened:
         assert len(opened.exec(select(Publication).where(Publication.version == 1)).all()) == 1
-    assert not any((run.folder / "spool").iterdir())
+    assert not any((run.folder / "spool/trainer").iterdir())
 
 
 async def test_a_death_within_the_upload_leaves_no_manifest_and_no_row(
@@ -146,7 +170,7 @@ async def test_a_death_within_the_upload_leaves_no_manifest_and_no_row(
         read_manifest(run.store, f"runs/{run.run}/weights/v000001/manifest.json")
     with session(run.database) as opened:
         assert opened.get(Publication, (run.run, 1)) is None
-    assert not any((run.folder / "spool").iterdir())
+    assert not any((run.folder / "spool/trainer").iterdir())
     assert (await run.publish(1, checkpoint)).version == 1
 
 
@@ -250,7 +274,7 @@ async def test_a_full_disk_is_noticed_before_the_write_with_the_numbers(
     run = world()
     checkpoint = (await run.start()).checkpoint
     usage = type("Usage", (), {"free": 3_000_000})()
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(transit.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(StorageError, match=r"68 MB are needed .* 3 MB are free") as caught:
         await run.publish(0, checkpoint)
     assert caught.value.retryable

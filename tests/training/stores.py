@@ -18,8 +18,8 @@ RCLONE = Path(sys.executable).parent / "rclone"
 
 
 @contextmanager
-def serving_s3(folder: Path) -> Iterator[ObjectStore]:
-    """An object store whose content is `folder/test`."""
+def serving_s3(folder: Path) -> Iterator[dict[str, str]]:
+    """Arguments of ObjectStore.connect for a store whose content is `folder/test`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -28,11 +28,15 @@ def serving_s3(folder: Path) -> Iterator[ObjectStore]:
     argv = [str(RCLONE), "serve", "s3", "--addr", address, "--auth-key", f"{access},{secret}", str(folder)]
     server = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        store = ObjectStore.connect(
-            endpoint=f"http://{address}", bucket="test", region="us-east-1", access_key=access, secret_key=secret
-        )
-        _await(store)
-        yield store
+        arguments = {
+            "endpoint": f"http://{address}",
+            "bucket": "test",
+            "region": "us-east-1",
+            "access_key": access,
+            "secret_key": secret,
+        }
+        _await(ObjectStore.connect(**arguments))
+        yield arguments
     finally:
         server.terminate()
         server.wait(10)

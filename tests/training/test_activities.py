@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sqlmodel import select
 
 from activities.publication.manifest import read_manifest
 from activities.training import activities as training_activities
 from activities.training import ledger
+from activities.training.engine import Trainer
 from storage.database import session
 from storage.tables import Batch, BatchMember
 from tests.training.worlds import World
+from workflows.config import TrainingConfig
 from workflows.errors import FencedError, StorageError, TrainerError
 
 Worlds = Callable[..., World]
@@ -51,7 +60,7 @@ async def test_an_update_changes_the_weights_and_commits_its_rows(world: Worlds)
     assert batch.metrics == output.metrics
     assert all(member.advantage is not None for member in members)
     assert sum(member.advantage or 0 for member in members) == pytest.approx(0, abs=1e-9)
-    assert not any((run.folder / "spool").iterdir())
+    assert not any((run.folder / "spool/trainer").iterdir())
 
 
 async def test_a_trained_batch_answers_with_what_was_recorded_and_trains_nothing(world: Worlds) -> None:
@@ -133,7 +142,7 @@ async def test_no_half_checkpoint_can_be_read_after_a_death_between_the_parts_of
             await run.update(1)
     names = [key for key, _ in run.store.keys(f"runs/{run.run}/state/")]
     assert sent and names == [f"runs/{run.run}/state/s000000/f0000/manifest.json"]
-    assert not any((run.folder / "spool").iterdir())
+    assert not any((run.folder / "spool/trainer").iterdir())
     output = await run.restarted().update(1)
     assert {file.name for file in read_manifest(run.store, output.checkpoint).files} == {
         "mp_rank_00_model_states.pt",
@@ -230,4 +239,48 @@ async def test_engine_and_trainer_that_compute_different_models_stop_the_run(wor
     run.reserve(1)
     with pytest.raises(TrainerError, match=r"mismatch_kl .* is above training\.mismatch_limit") as caught:
         await run.update(1)
+    assert not caught.value.retryable
+
+
+async def test_a_killed_process_leaves_a_run_that_another_finishes_to_the_bit(
+    world: Worlds, s3_access: dict[str, str]
+) -> None:
+    """SIGKILL between the upload of step 2's state and its manifest; this process makes steps 2 and 3."""
+    straight, killed = world(minibatches=2), world(minibatches=2)
+    await straight.start()
+    for run in (straight, killed):
+        for step in (1, 2, 3):
+            run.reserve(step)
+    expected = [await straight.update(step) for step in (1, 2, 3)][1:]
+    given = {
+        "run": killed.run,
+        "policy": str(killed.policy),
+        "access": s3_access,
+        "database": str(killed.database.url),
+        "folder": str(killed.folder),
+        "training": killed.training,
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.training.killed_worker"], input=json.dumps(given), text=True, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert any((killed.folder / "spool/trainer").iterdir())
+    killed.restarted()
+    assert not any((killed.folder / "spool/trainer").iterdir())
+    got = [await killed.update(2), await killed.update(3)]
+    assert [item.metrics["loss"] for item in got] == [item.metrics["loss"] for item in expected]
+    assert_equal(weights_of(straight), weights_of(killed))
+
+
+def test_a_model_whose_files_name_tensors_otherwise_is_refused(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path / "policy")
+    path = tmp_path / "policy/model.safetensors"
+    save_file({f"other.{name}": value for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    with pytest.raises(TrainerError, match="its files have no tensors named model.embed"):
+        Trainer(tmp_path / "policy", TrainingConfig(), seed=0)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="not a causal language model") as caught:
+        Trainer(tmp_path, TrainingConfig(), seed=0)
     assert not caught.value.retryable

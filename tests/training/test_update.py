@@ -143,12 +143,12 @@ def test_a_deepspeed_key_that_the_run_decides_is_refused_with_its_field(
     override: dict[str, object], field: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=field):
-        deepspeed_config(TrainingConfig(deepspeed=override), bfloat16=False, cuda=False)
+        deepspeed_config(TrainingConfig(deepspeed=override), bfloat16=False)
 
 
 def test_the_deepspeed_json_is_merged_over_the_defaults() -> None:
     over = {"zero_optimization": {"stage": 3}, "optimizer": {"params": {"betas": [0.8, 0.9]}}}
-    merged = deepspeed_config(TrainingConfig(deepspeed=over), bfloat16=True, cuda=True)
+    merged = deepspeed_config(TrainingConfig(deepspeed=over), bfloat16=True)
     assert merged["zero_optimization"] == {"stage": 3}
-    assert merged["optimizer"]["params"] == {"lr": 1e-6, "weight_decay": 0.0, "betas": [0.8, 0.9], "torch_adam": False}
+    assert merged["optimizer"]["params"] == {"lr": 1e-6, "weight_decay": 0.0, "betas": [0.8, 0.9], "torch_adam": True}
     assert merged["bf16"] == {"enabled": True}
