@@ -34,7 +34,7 @@ from workflows.errors import EngineError
 
 TEXT_CHARS = 2000
 PROOF_S = 8.0
-"""How long tokens of weights that are being proven wait for the proof. Below loading.HOLD_S, which keeps a failed
+"""How long tokens of weights that are being proven wait for the proof. Below loader.HOLD_S, which keeps a failed
 proof visible for longer than anybody waits for it."""
 PROOF_EVERY_S = 0.1
 TRIES = 3

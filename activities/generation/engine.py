@@ -123,6 +123,10 @@ class EngineClient:
     async def resume(self) -> None:
         await self._call("POST", "/resume", read_s=CONTROL_S)
 
+    async def abort_all(self) -> None:
+        """End every request in flight: their answers are an EngineError for whoever waits."""
+        await self._call("POST", "/abort_requests", json={})
+
     async def reload(self, folder: str) -> None:
         """Load the weights below `folder`, a path on the engine's machine, into the paused engine."""
         await self._rpc("ratchet_reload", path=folder)

@@ -1,0 +1,213 @@
+"""Brings one engine to a version: verified files, a short pause, a proof, and only then the label that routing reads.
+
+The label goes `<run>:<old>` -> `<run>:<new>?` -> `<run>:<new>`. A load that fails, or that nobody saw the end of, is
+disowned: the label becomes nobody's, requests in flight are aborted, and it stays so for longer than any answer waits
+for its proof, so that no token made meanwhile can pass for proven. Called by the `apply` activity and by the keeper,
+one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Engine
+
+from activities.generation.engine import EngineClient
+from activities.generation.proof import Desired, Shown, judge
+from activities.generation.server import read_spec
+from activities.generation.weights import WeightsCache
+from activities.publication.manifest import Manifest, read_manifest
+from storage.database import session
+from storage.objects import ObjectStore
+from storage.queries import upsert
+from storage.tables import EngineLoad
+from workflows.contracts import ApplyInput, ApplyOutput, parse_policy_label, policy_label
+from workflows.errors import EngineError, StorageError
+
+DISOWNED = "unproven"
+"""A label of no run."""
+HOLD_S = 12.0
+"""How long a disowned engine stays so; above activities.PROOF_S."""
+COME_BACK_S = 180.0
+"""How long a load waits for an engine that restarts."""
+LOOK_EVERY_S = 0.5
+
+Result = TypeVar("Result")
+
+
+class EngineLoader:
+    """One engine's loads. `lock` is held by whoever starts, loads or proves the engine."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        store: ObjectStore,
+        weights: WeightsCache,
+        database: Engine,
+        home: Path,
+        *,
+        hold_s: float = HOLD_S,
+        come_back_s: float = COME_BACK_S,
+    ) -> None:
+        self.client = client
+        self.lock = asyncio.Lock()
+        self._store = store
+        self._weights = weights
+        self._database = database
+        self._home = home
+        self._hold_s = hold_s
+        self._come_back_s = come_back_s
+
+    @property
+    def desired(self) -> Desired | None:
+        """What the last `apply` asked for, also of an earlier process."""
+        return Desired.read(self._home, self.client.info.name)
+
+    async def apply(self, message: ApplyInput) -> ApplyOutput:
+        """Load and prove the version, or find that the engine serves it.
+
+        `proven` False is a load that the engine could not prove. Raises EngineError or StorageError where there was
+        none: the engine then serves what it served, or nothing.
+        """
+        async with self.lock:
+            before = self.desired
+            label = await self._answering()
+            if before and before.message == message and before.proof and label == _label(message):
+                await self._record(message, before.proof)
+                return before.proof
+            last = before.last if before else None
+            Desired(message=message, last=last).write(self._home)
+            return await self._bring(message, last, label)
+
+    async def _bring(self, message: ApplyInput, last: Shown | None, label: str) -> ApplyOutput:
+        spec = read_spec(self._home, self.client.info.name)
+        if spec is None:
+            raise EngineError(f"{self.client.info.name} has not been told what to serve", retryable=False)
+        started = time.monotonic()
+        manifest = await asyncio.to_thread(read_manifest, self._store, message.manifest)
+        if manifest.version != message.version or manifest.canary is None:
+            raise StorageError(f"{message.manifest}: not version {message.version} with a canary", retryable=False)
+        async with self._weights.verified(manifest, Path(spec.model)) as folder:
+            downloaded = time.monotonic()
+            if not _settled(label):
+                await self._disown()
+            pause_s = await _uninterrupted(self._swap(message, folder))
+        swapped = time.monotonic()
+        shown = await self._show(manifest)
+        why = judge(manifest, shown, last, spec.dtype)
+        out = ApplyOutput(
+            engine=self.client.info.name,
+            version=message.version,
+            proven=not why,
+            pause_s=pause_s,
+            seconds={
+                "download": downloaded - started,
+                "load": swapped - downloaded,
+                "prove": time.monotonic() - swapped,
+            },
+            cached_tokens_after=shown.cached_tokens,
+            canary_max_abs=shown.max_abs,
+            why=why,
+        )
+        if why:
+            await self._record(message, out)
+            await self._disown()
+            return out
+        Desired(message=message, proof=out, last=shown).write(self._home)
+        await self.client.set_label(_label(message))
+        await self._record(message, out)
+        return out
+
+    async def _swap(self, message: ApplyInput, folder: Path) -> float:
+        """Seconds in which the engine made no token while its weights were exchanged.
+
+        The label is changed while nothing is being made: what comes after it comes from the new weights.
+        """
+        began = time.monotonic()
+        try:
+            await self.client.pause()
+            await self.client.set_label(policy_label(message.run, message.version, proven=False))
+            await self.client.reload(str(folder))
+        except EngineError:
+            # The weights may be anything now: nothing in flight is worth keeping, and nothing may be frozen for ever.
+            await self._disown(hold_s=0)
+            raise
+        finally:
+            with suppress(EngineError):
+                await self.client.resume()
+        return time.monotonic() - began
+
+    async def _show(self, manifest: Manifest) -> Shown:
+        assert manifest.canary is not None
+        ids = manifest.canary.token_ids
+        # Asked before the scoring: the canary was in the cache under the version before, so that a cache that survived
+        # the load shows here.
+        cached = await self.client.cached_tokens(ids)
+        return Shown(
+            digest=manifest.digest,
+            parameters=await self.client.digest(),
+            canary=manifest.canary,
+            logprobs=await self.client.score(ids),
+            cached_tokens=cached,
+        )
+
+    async def _disown(self, *, hold_s: float | None = None) -> None:
+        with suppress(EngineError):
+            await self.client.set_label(DISOWNED)
+            await self.client.abort_all()
+        await asyncio.sleep(self._hold_s if hold_s is None else hold_s)
+
+    async def _answering(self) -> str:
+        """The engine's label, as soon as it answers. Raises EngineError when it does not come back."""
+        deadline = time.monotonic() + self._come_back_s
+        while True:
+            try:
+                return await self.client.label()
+            except EngineError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _record(self, message: ApplyInput, out: ApplyOutput) -> None:
+        row = EngineLoad(
+            run=message.run,
+            version=message.version,
+            engine=out.engine,
+            proven=out.proven,
+            why=out.why,
+            pause_s=out.pause_s,
+            seconds=out.seconds,
+            cached_tokens_after=out.cached_tokens_after,
+            canary_max_abs=out.canary_max_abs,
+            loaded_at=time.time(),
+        )
+        await asyncio.to_thread(self._write, row)
+
+    def _write(self, row: EngineLoad) -> None:
+        with session(self._database) as opened:
+            upsert(opened, row)
+
+
+def _label(message: ApplyInput) -> str:
+    return policy_label(message.run, message.version)
+
+
+def _settled(label: str) -> bool:
+    """Whether nobody waits for a proof of what the engine serves: a `?` was left by a load that nobody ended."""
+    policy = parse_policy_label(label)
+    return policy is None or policy[2]
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await to the end also when cancelled, and be cancelled then: half of it would leave the engine paused."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
