@@ -211,7 +211,7 @@ def _own_tensors(model: Any, dtype: torch.dtype) -> list[TensorInfo]:
 
 
 def _require_file_names(folder: Path, tensors: list[TensorInfo]) -> None:
-    """Engines load the names of the model's files. Raises TrainerError (final) where the modules name them otherwise."""
+    """Engines load the names of the model's files. Raises TrainerError (final) where the modules have others."""
     from safetensors import safe_open
 
     known: set[str] = set()
@@ -220,9 +220,7 @@ def _require_file_names(folder: Path, tensors: list[TensorInfo]) -> None:
             known.update(file.keys())
     if known and (unknown := {item.name for item in tensors} - known):
         names = ", ".join(sorted(unknown)[:5])
-        raise TrainerError(
-            f"{folder}: its files have no tensors named {names}: no engine could load them", retryable=False
-        )
+        raise TrainerError(f"{folder}: its files know no {names}: no engine could load them", retryable=False)
 
 
 def _seed_everything(seed: int) -> None:

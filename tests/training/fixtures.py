@@ -18,11 +18,12 @@ NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = write_policy(tmp_path_factory.mktemp("policy"))
     # A trainer's end collects garbage: the imported libraries need not be looked through each time.
     gc.freeze()
-    return folder
+    yield folder
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
