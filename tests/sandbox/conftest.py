@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -18,6 +19,7 @@ from tests.sandbox.dockerd import PrivateDaemon, answers, may_start_one
 DEFAULT_SOCKET = Path("/var/run/docker.sock")
 SMALL = SandboxSpec(memory_mb=96, work_mb=16, data_mb=4, tmp_mb=4, processes=48)
 _attempts = itertools.count()
+_closing: set[asyncio.Task[None]] = set()
 
 
 @pytest.fixture(scope="session")
@@ -90,13 +92,34 @@ async def opened(backend: DockerBackend, spec: SandboxSpec = SMALL) -> AsyncIter
     try:
         yield Box(backend, sandbox.id, sandbox.container_id, attempt)
     finally:
-        await backend.close(sandbox.id)
+        # The next test needn't wait for it; the backend's own end does.
+        task = asyncio.create_task(backend.close(sandbox.id))
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
 
 
 @pytest.fixture
 async def make_box() -> AsyncIterator[MakeBox]:
     async with AsyncExitStack() as stack:
         yield lambda backend: stack.enter_async_context(opened(backend))
+
+
+@pytest.fixture(scope="module")
+async def sbxd_box(backend: DockerBackend) -> AsyncIterator[Box]:
+    """One sandbox for all commands that do it no harm."""
+    async with opened(backend) as box:
+        yield box
+
+
+@pytest.fixture(scope="module")
+async def exec_box(exec_backend: DockerBackend) -> AsyncIterator[Box]:
+    async with opened(exec_backend) as box:
+        yield box
+
+
+@pytest.fixture(params=["sbxd", "exec"])
+def shared_box(request: pytest.FixtureRequest, sbxd_box: Box, exec_box: Box) -> Box:
+    return sbxd_box if request.param == "sbxd" else exec_box
 
 
 @pytest.fixture

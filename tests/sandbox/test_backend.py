@@ -126,6 +126,22 @@ async def test_more_sandboxes_than_slots_wait_for_a_release(docker_host: str, tm
     await backend.aclose()
 
 
+async def test_a_sandbox_that_everybody_forgot_ends_by_itself(
+    backend: DockerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("activities.sandbox.container.LEASE_S", 1)
+    forgotten = await backend.acquire(SMALL, labels(fresh_attempt(), run="forgotten"))
+    await asyncio.sleep(1.5)
+    with pytest.raises(SandboxGone, match="the container ended"):
+        await backend.run(forgotten.id, Operation(op_id="t0", command="true", timeout_s=1))
+    await backend.sweep("forgotten")
+
+
+async def test_sbxd_refuses_to_run_outside_a_sandbox(backend: DockerBackend, tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(str(await backend._tools() / "sbxd"), str(tmp_path), "0")
+    assert await asyncio.wait_for(process.wait(), 5) == 64
+
+
 async def test_two_stacks_on_one_daemon_leave_each_other_alone(docker_host: str, tmp_path: Path, box: Box) -> None:
     other = DockerBackend(docker_host, tmp_path, slots=1)
     twin = await other.acquire(SMALL, labels(box.attempt))

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
-from activities.sandbox.docker import DockerBackend
 from activities.sandbox.text import cap_bytes, render
-from tests.sandbox.conftest import Box, opened
+from tests.sandbox.conftest import Box
 
 pytestmark = pytest.mark.docker
-
-
-@pytest.fixture(scope="module")
-async def sbxd_box(backend: DockerBackend) -> AsyncIterator[Box]:
-    """One sandbox for all commands that do it no harm."""
-    async with opened(backend) as box:
-        yield box
-
-
-@pytest.fixture(scope="module")
-async def exec_box(exec_backend: DockerBackend) -> AsyncIterator[Box]:
-    async with opened(exec_backend) as box:
-        yield box
-
-
-@pytest.fixture(params=["sbxd", "exec"])
-def shared_box(request: pytest.FixtureRequest, sbxd_box: Box, exec_box: Box) -> Box:
-    return sbxd_box if request.param == "sbxd" else exec_box
 
 
 async def test_output_of_both_streams_comes_in_order_with_the_exit_code(shared_box: Box) -> None:

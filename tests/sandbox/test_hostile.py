@@ -43,10 +43,10 @@ async def timed(box: Box, command: str, timeout_s: float) -> float:
     ],
     ids=["hangs", "ignores TERM", "escapes its session", "daemonises", "closes its output", "is a fork bomb"],
 )
-async def test_a_time_out_ends_a_command_and_all_that_came_of_it(any_box: Box, command: str) -> None:
-    assert await timed(any_box, command, 0.5) < 2.0
-    assert await processes(any_box) == []
-    assert await any_box.out("echo fine") == "fine"
+async def test_a_time_out_ends_a_command_and_all_that_came_of_it(shared_box: Box, command: str) -> None:
+    assert await timed(shared_box, command, 0.5) < 2.0
+    assert await processes(shared_box) == []
+    assert await shared_box.out("echo fine") == "fine"
 
 
 async def test_a_time_out_spares_what_earlier_commands_left_running(box: Box) -> None:
@@ -73,8 +73,9 @@ async def test_a_fork_bomb_that_still_holds_is_the_agents_doing(box: Box) -> Non
 
 
 async def test_a_fork_bomb_never_leaves_a_command_without_an_answer(any_box: Box) -> None:
-    result = await any_box("bomb() { bomb | bomb & }; bomb; bomb; bomb", timeout_s=2)
-    assert result.pids_hits or broken_by_agent(result)
+    for _ in range(3):
+        result = await any_box("bomb() { bomb | bomb & }; bomb; bomb; bomb", timeout_s=2)
+        assert result.seconds < 4
 
 
 async def test_eating_memory_is_the_agents_doing(any_box: Box) -> None:
@@ -82,11 +83,11 @@ async def test_eating_memory_is_the_agents_doing(any_box: Box) -> None:
     assert "out of memory" in broken_by_agent(result)
 
 
-async def test_filling_the_disk_is_the_agents_doing_and_stays_inside(any_box: Box) -> None:
-    result = await any_box("cat /dev/zero > big; echo $?")
+async def test_filling_the_disk_is_the_agents_doing_and_stays_inside(shared_box: Box) -> None:
+    result = await shared_box("cat /dev/zero > big; echo $?")
     assert b"No space left" in result.head
     assert broken_by_agent(result) == "its disk is full: /work"
-    freed = await any_box("rm big; echo x > small")
+    freed = await shared_box("rm big; echo x > small")
     assert broken_by_agent(freed) == ""
 
 
@@ -95,21 +96,21 @@ async def test_running_out_of_inodes_is_a_full_disk(box: Box) -> None:
     assert broken_by_agent(result) == "its disk is full: /work"
 
 
-async def test_process_1_can_not_be_killed_from_inside(any_box: Box) -> None:
-    await any_box("kill -9 1; kill -TERM 1; kill -9 -1")
-    assert await any_box.out("echo fine") == "fine"
+async def test_process_1_can_not_be_killed_from_inside(shared_box: Box) -> None:
+    await shared_box("kill -9 1; kill -TERM 1; kill -9 -1")
+    assert await shared_box.out("echo fine") == "fine"
 
 
-async def test_the_system_can_not_be_removed(any_box: Box) -> None:
-    await any_box("rm -rf /bin /etc /run /usr / 2>/dev/null")
-    assert await any_box.out("echo fine") == "fine"
-    assert await any_box.out("echo fine | grep -c fine", root=True) == "1"
+async def test_the_system_can_not_be_removed(shared_box: Box) -> None:
+    await shared_box("rm -rf /bin /etc /run /usr / 2>/dev/null")
+    assert await shared_box.out("echo fine") == "fine"
+    assert await shared_box.out("echo fine | grep -c fine", root=True) == "1"
 
 
-async def test_killing_the_agents_processes_spares_none(any_box: Box) -> None:
-    await any_box("for i in 1 2 3; do setsid sh -c 'trap \"\" TERM; sleep 1000' & done")
-    await any_box.backend.kill_agent(any_box.id)
-    assert await processes(any_box) == []
+async def test_killing_the_agents_processes_spares_none(shared_box: Box) -> None:
+    await shared_box("for i in 1 2 3; do setsid sh -c 'trap \"\" TERM; sleep 1000' & done")
+    await shared_box.backend.kill_agent(shared_box.id)
+    assert await processes(shared_box) == []
 
 
 async def test_a_first_process_that_the_memory_limit_took_is_the_agents_doing(backend: DockerBackend) -> None:

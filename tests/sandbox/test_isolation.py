@@ -12,13 +12,13 @@ from tests.sandbox.conftest import Box, docker
 pytestmark = pytest.mark.docker
 
 
-async def test_there_is_no_network(any_box: Box) -> None:
-    assert await any_box.out("ls /sys/class/net") == "lo"
-    assert (await any_box("wget -T 2 -q -O - http://172.17.0.1:2375/ || nc -w 2 1.1.1.1 80")).exit_code != 0
+async def test_there_is_no_network(shared_box: Box) -> None:
+    assert await shared_box.out("ls /sys/class/net") == "lo"
+    assert (await shared_box("wget -T 2 -q -O - http://172.17.0.1:2375/ || nc -w 2 1.1.1.1 80")).exit_code != 0
 
 
-async def test_an_agent_has_no_capability_and_gains_none(any_box: Box) -> None:
-    status = await any_box.out("cat /proc/self/status")
+async def test_an_agent_has_no_capability_and_gains_none(shared_box: Box) -> None:
+    status = await shared_box.out("cat /proc/self/status")
     values = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
     for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
         assert int(values[name], 16) == 0
@@ -31,22 +31,22 @@ async def test_an_agent_has_no_capability_and_gains_none(any_box: Box) -> None:
         "su root -c id",
         "mknod /tmp/x b 8 0",
     ):
-        assert (await any_box(command)).exit_code != 0, command
+        assert (await shared_box(command)).exit_code != 0, command
 
 
-async def test_nothing_on_the_hosts_disk_can_be_written(any_box: Box) -> None:
-    mounts = [line.split() for line in (await any_box.out("cat /proc/mounts")).splitlines()]
+async def test_nothing_on_the_hosts_disk_can_be_written(shared_box: Box) -> None:
+    mounts = [line.split() for line in (await shared_box.out("cat /proc/mounts")).splitlines()]
     disks = {
         point: options for _, point, kind, options, *_ in mounts if kind not in ("tmpfs", "proc", "sysfs", "devpts")
     }
     writable = {point for point, options in disks.items() if "rw" in options.split(",")}
     assert writable <= {"/run/ratchet/box", "/dev/mqueue", "/etc/resolv.conf", "/etc/hostname", "/etc/hosts"}
     writes = "for f in /bin/x /etc/hosts /etc/resolv.conf /etc/passwd /run/x /root/x /data/x /run/ratchet/box/x; do "
-    assert await any_box.out(writes + "(echo x >> $f) 2>/dev/null && echo $f; done") == ""
+    assert await shared_box.out(writes + "(echo x >> $f) 2>/dev/null && echo $f; done") == ""
 
 
-async def test_the_limits_are_set(any_box: Box) -> None:
-    config = json.loads(docker(any_box.backend._daemon.docker_host, "inspect", any_box.id))[0]
+async def test_the_limits_are_set(shared_box: Box) -> None:
+    config = json.loads(docker(shared_box.backend._daemon.docker_host, "inspect", shared_box.id))[0]
     host = config["HostConfig"]
     assert host["Memory"] == host["MemorySwap"] == 96 << 20
     assert (host["PidsLimit"], host["NanoCpus"], host["NetworkMode"]) == (48, 10**9, "none")
@@ -57,12 +57,12 @@ async def test_the_limits_are_set(any_box: Box) -> None:
         False,
     )
     assert host["LogConfig"]["Type"] == "none"
-    assert config["Config"]["Labels"]["ratchet.attempt"] == any_box.attempt
+    assert config["Config"]["Labels"]["ratchet.attempt"] == shared_box.attempt
 
 
-async def test_the_agent_can_not_touch_what_root_runs(any_box: Box) -> None:
-    root = any_box("sleep 1; echo whole", root=True)
-    agent = any_box(
+async def test_the_agent_can_not_touch_what_root_runs(shared_box: Box) -> None:
+    root = shared_box("sleep 1; echo whole", root=True)
+    agent = shared_box(
         "sleep 0.3; kill -9 -1; pkill sleep; killall sleep; for p in /proc/[0-9]*; do kill -9 ${p#/proc/}; done"
     )
     assert (await asyncio.gather(root, agent))[0].head == b"whole\n"

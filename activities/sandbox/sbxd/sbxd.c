@@ -180,7 +180,8 @@ static int listen_in(const char *path) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 3) return 64;
+    /* Its SIGKILL to everybody must never leave a sandbox: anywhere but as process 1 it refuses to run. */
+    if (argc != 3 || getpid() != 1) return 64;
     folder = argv[1];
     int64_t lease_ms = atoll(argv[2]) * 1000, heard = now_ms();
     sigset_t child_ended;
@@ -193,7 +194,9 @@ int main(int argc, char **argv) {
         struct pollfd fds[MAX_FDS] = {{listener, POLLIN, 0}, {signals, POLLIN, 0}};
         int outputs[MAX_FDS / 2], running, n = 2;
         int64_t now = now_ms(), wait = advance_all(now, &running);
-        if (lease_ms && !running && now - heard > lease_ms) return 0;
+        int64_t left = heard + lease_ms - now;
+        if (lease_ms && !running && left <= 0) return 0;
+        if (lease_ms && !running && left < wait) wait = left;
         for (int i = 0, all = output_fds(outputs, MAX_FDS / 2); i < all; i++)
             fds[n++] = (struct pollfd){outputs[i], POLLIN, 0};
         for (struct client *c = clients; c && n < MAX_FDS; c = c->next)
