@@ -123,9 +123,14 @@ class ObjectStore:
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort unfinished multipart uploads below `prefix`; how many there were."""
-        with _named("list uploads", prefix):
-            uploads = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix).get("Uploads", [])
-            for item in uploads:
+        try:
+            with _named("list uploads", prefix):
+                listed = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix)
+        except MissingObject:
+            return 0
+        uploads = listed.get("Uploads", [])
+        for item in uploads:
+            with _named("abort upload", item["Key"]):
                 self._client.abort_multipart_upload(Bucket=self.bucket, Key=item["Key"], UploadId=item["UploadId"])
         return len(uploads)
 
@@ -146,7 +151,8 @@ def _named(verb: str, key: str) -> Iterator[None]:
         yield
     except ClientError as error:
         code = error.response.get("Error", {}).get("Code", "")
-        if code in ("404", "NoSuchKey", "NotFound"):
+        # rclone answers NoSuchUpload where it has no multipart upload to list.
+        if code in ("404", "NoSuchKey", "NotFound", "NoSuchUpload"):
             raise MissingObject(f"{verb} {key}: no such object") from error
         final = code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket")
         raise StorageError(f"{verb} {key}: {code or error}", retryable=not final) from error

@@ -227,7 +227,7 @@ class Episode:
                 "verify",
                 message,
                 VerifyOutput,
-                policies.SANDBOX,
+                policies.VERIFY,
                 summary=f"verify {self._input.task.task_id}: {reason}",
             )
         except ActivityError as error:

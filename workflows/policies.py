@@ -50,6 +50,8 @@ SANDBOX = Policy(
     cancellation=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
 )
 """One call on a sandbox, exactly once by its key; outlasts a restart of the daemon."""
+VERIFY = replace(SANDBOX, start_to_close=timedelta(minutes=6))
+"""Two checks, and the proof on the oracle in a fresh sandbox where both broke."""
 CLEAN_UP = Policy(timedelta(minutes=2), timedelta(seconds=15), _retry(0.5, 10, 20))
 LINEAGE = Policy(timedelta(minutes=1), timedelta(seconds=15), _retry(0.2, 10, 0), timedelta(hours=2))
 """A short idempotent database write."""
