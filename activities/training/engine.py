@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -231,7 +230,7 @@ def _seed_everything(seed: int) -> None:
 
 @cache
 def _join_process_group() -> None:
-    """The process group of one that DeepSpeed needs, once per process: by a file, on the loopback device."""
+    """The process group of one that DeepSpeed needs, once per process, on the loopback device."""
     import deepspeed
     from deepspeed.utils import logger
     from transformers.utils import logging as transformers_logging
@@ -244,12 +243,8 @@ def _join_process_group() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("LOCAL_RANK", "0")
-    rendezvous = Path(tempfile.mkdtemp(prefix="ratchet-trainer-")) / "group"
-    deepspeed.init_distributed(
-        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=0,
-        world_size=1,
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    # The store is this process's memory: no port and no file.
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
