@@ -1,0 +1,120 @@
+"""An engine as the client sees it, in memory: labels, a pause, a prefix cache, weights that are a number.
+
+Its tokens are 65 + (prompt length + i) % 26, each with log-probability -0.01 * (weights + 1), until `end` would come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from activities.generation.engine import EngineClient
+from workflows.contracts import EngineInfo
+
+
+class FakeEngine:
+    """`weights` is what a reload reads from `<folder>/weights.txt`."""
+
+    def __init__(self, name: str = "local-e0") -> None:
+        self.info = EngineInfo(name=name, host="local", url=f"http://{name}")
+        self.label = "default"
+        self.names = ["policy"]
+        self.weights = 0
+        self.paused = False
+        self.down = False
+        self.calls: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+        self.cache: set[tuple[int, ...]] = set()
+        self.keep_cache = False
+        self.stale_reload = False
+        self.fail: dict[str, int] = {}
+        """Path -> status of its next answers."""
+        self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        """Replaces the choice of the next generations."""
+        self.delay_s = 0.0
+        self.on_generate: Callable[[], None] = lambda: None
+        self.on_reload: Callable[[], None] = lambda: None
+
+    def client(self) -> EngineClient:
+        return EngineClient(self.info, transport=httpx.MockTransport(self.handle))
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.calls.append(path)
+        if self.down:
+            raise httpx.ConnectError("connection refused", request=request)
+        if path in self.fail:
+            error = {"message": f"told to fail {path}"}
+            return httpx.Response(self.fail[path], json={"error": error})
+        body = json.loads(request.content) if request.content else {}
+        return httpx.Response(200, json=await self._answer(path, body))
+
+    async def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        match path:
+            case "/weight_info":
+                return {"weight_version": self.label}
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/v1/models":
+                return {"data": [{"id": name} for name in self.names]}
+            case "/pause":
+                self.paused = True
+                if not self.keep_cache:
+                    self.cache.clear()
+            case "/resume":
+                self.paused = False
+            case "/collective_rpc" if body["method"] == "ratchet_reload":
+                assert self.paused, "a reload under running requests"
+                self.on_reload()
+                if not self.stale_reload:
+                    self.weights = int(Path(body["kwargs"]["path"], "weights.txt").read_text())
+                return {"results": [{}]}
+            case "/collective_rpc":
+                return {"results": [{"digest": f"digest of {self.weights}"}]}
+            case "/inference/v1/generate":
+                return await self._generate(body)
+        return {}
+
+    def score(self, token: int) -> float:
+        return -0.01 * (self.weights + 1) - token / 1000
+
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append(body)
+        while self.paused:
+            await asyncio.sleep(0.01)
+        self.on_generate()
+        await asyncio.sleep(self.delay_s)
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        cached = len(prompt) - 1 if tuple(prompt) in self.cache else 0
+        if "prompt_logprobs" not in sampling:
+            self.cache.add(tuple(prompt))
+        ids = [65 + (len(prompt) + index) % 26 for index in range(sampling["max_tokens"])]
+        choice = {
+            "finish_reason": "length",
+            "token_ids": ids,
+            "weight_versions": [{"version": self.label, "start": 0, "end": len(ids)}],
+            "logprobs": {"content": [{"logprob": self.score(token)} for token in ids]},
+        }
+        if self.answer is not None:
+            choice |= self.answer(body)
+        scores = [None, *({str(token): {"logprob": self.score(token)}} for token in prompt[1:])]
+        return {
+            "choices": [choice],
+            "usage": {"prompt_tokens_details": {"cached_tokens": cached}},
+            "prompt_logprobs": scores,
+        }
+
+
+def choice(ids: list[int], *spans: tuple[str, int, int], finish: str = "stop") -> dict[str, Any]:
+    """What an engine answers: these ids, made under these labels."""
+    return {
+        "finish_reason": finish,
+        "token_ids": ids,
+        "weight_versions": [{"version": label, "start": start, "end": end} for label, start, end in spans],
+        "logprobs": {"content": [{"logprob": -0.5} for _ in ids]},
+    }

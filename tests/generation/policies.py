@@ -1,0 +1,83 @@
+"""Small tokenizers with the templates that matter, and the smallest Qwen3 that an engine serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's: a default system prompt, a newline after the end of a turn."""
+TINY = (
+    "{%- for m in messages -%}{{- '<|' + m['role'] + '|>' + m['content'] + '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+"""The demo's: nothing between turns."""
+THINKING = (
+    "{{ bos_token }}{% for m in messages %}{% set text = m['content'] %}"
+    "{% if m['role'] == 'assistant' and not loop.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+"""Rewrites history: drops the thoughts of earlier turns, and begins each answer with one."""
+
+
+def make_tokenizer(template: str, *, eos: str, adds_bos: bool = False) -> Any:
+    """Byte-level, with two merges so that text has more than one tokenisation: `ca` and `cat`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: index for index, char in enumerate([*alphabet, "ca", "cat"])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("c", "a"), ("ca", "t")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|end|>"]
+    special += [f"<|{role}|>" for role in ("system", "user", "assistant")]
+    inner.add_special_tokens(special)
+    inner.add_tokens(["<think>", "</think>"])
+    if adds_bos:
+        bos = ("<|bos|>", inner.token_to_id("<|bos|>"))
+        inner.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token=eos,
+        bos_token="<|bos|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_policy(folder: Path, *, seed: int, hidden: int = 64) -> Any:
+    """A random Qwen3 of 0.1 M parameters with tied embeddings, as a Hugging Face folder; returns the model."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=True,
+            max_position_embeddings=1024,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model = Qwen3ForCausalLM(config).float().eval()
+    model.save_pretrained(folder)
+    return model
