@@ -35,7 +35,7 @@ def upsert(opened: Session, row: SQLModel) -> None:
     keys = [column.name for column in table.primary_key.columns]
     others = {name: value for name, value in values.items() if name not in keys}
     statement = dialect.insert(table).values(**values)
-    opened.connection().execute(statement.on_conflict_do_update(index_elements=keys, set_=others))
+    opened.exec(statement.on_conflict_do_update(index_elements=keys, set_=others))
 
 
 def task_key(task: TaskRef) -> str:
@@ -222,3 +222,16 @@ def episode_fate(opened: Session, *, episode: str) -> tuple[Episode, Batch | Non
         return row, None, []
     versions = select(PolicyVersion.version).where(PolicyVersion.run == row.run, PolicyVersion.step >= batch.step)
     return row, batch, sorted(opened.exec(versions).all())
+
+
+def attempts_of(opened: Session, *, episode: str) -> list[Episode]:
+    statement = select(Episode).where(Episode.episode_id == episode).order_by(col(Episode.attempt))
+    return list(opened.exec(statement).all())
+
+
+def turns_of(opened: Session, *, attempt: str) -> list[Turn]:
+    return list(opened.exec(select(Turn).where(Turn.episode == attempt).order_by(col(Turn.turn))).all())
+
+
+def member_of(opened: Session, *, attempt: str) -> BatchMember | None:
+    return opened.get(BatchMember, attempt)

@@ -1,0 +1,215 @@
+"""`ratchet lineage` and `ratchet report`: what the database remembers, for a person at a terminal or for a script.
+
+Reads only. Identifiers are never broken over lines, so that scripts may cut them out. Exit code 1, with what there is
+instead, for a run, version or episode that is not there. `register` is called by the command line.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from sqlmodel import Session
+
+    from storage.tables import Episode
+    from workers.settings import Settings
+
+PIPE_COLUMNS = 100
+
+
+def register(app: typer.Typer) -> None:
+    """Add the two commands to the command line."""
+    app.command()(lineage)
+    app.command()(report)
+
+
+def lineage(
+    run: Annotated[str, typer.Argument(help="Workflow id of the run.")] = "",
+    version: Annotated[int | None, typer.Option(min=0, help="List what trained this policy version.")] = None,
+    episode: Annotated[str, typer.Option(help="Show one episode or attempt, by its id.")] = "",
+) -> None:
+    """Which episodes trained which version: of a run, of one version, or of one episode."""
+    if bool(run) == bool(episode):
+        raise typer.BadParameter("name a run, or an episode with --episode", param_hint="RUN")
+    if episode and version is not None:
+        raise typer.BadParameter("goes with a run, not with --episode", param_hint="--version")
+    with _lineage() as (opened, _):
+        if episode:
+            _show_episode(opened, episode)
+        elif version is None:
+            _show_versions(opened, run)
+        else:
+            _show_version(opened, run, version)
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="Workflow id of the run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON and nothing else.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Where the page goes; default: reports/ in the state folder.", dir_okay=False),
+    ] = None,
+) -> None:
+    """The report of a run: figures here, and a page with its plots."""
+    from rich.console import Console
+
+    from storage.report import build_report, render_html, render_terminal
+
+    with _lineage() as (opened, settings):
+        made = build_report(opened, run)
+    if as_json:
+        typer.echo(made.model_dump_json(indent=2))
+    else:
+        render_terminal(made, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
+    if html is not None or not as_json:
+        path = html or settings.home_path / "reports" / f"{_file_name(run)}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render_html(made), encoding="utf-8")
+        typer.echo(str(path), err=as_json)
+
+
+def _file_name(run: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", run).lstrip(".") or "run"
+
+
+@contextmanager
+def _lineage() -> Iterator[tuple[Session, Settings]]:
+    """An open session on the stack's database. A failure is said in a sentence and ends the command with 1."""
+    from storage.database import open_database, session
+    from workers.settings import Settings
+    from workflows.errors import RatchetError
+
+    settings = Settings()
+    url = settings.sql_url
+    if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).is_file():
+        raise _fail(f"no run has been recorded in {settings.home_path} yet; `ratchet up` starts a stack there")
+    engine = open_database(url)
+    try:
+        with session(engine) as opened:
+            yield opened, settings
+    except RatchetError as error:
+        raise _fail(str(error)) from None
+    finally:
+        engine.dispose()
+
+
+def _fail(message: str) -> typer.Exit:
+    typer.echo(message, err=True)
+    return typer.Exit(1)
+
+
+def _show_versions(opened: Session, run: str) -> None:
+    from storage import queries, series
+
+    row = queries.run_row(opened, run=run)
+    typer.echo(f"{row.id}: {row.state}, step {row.step}" + (f" ({row.reason})" if row.reason else ""))
+    if row.resume_from:
+        typer.echo(f"started from the last checkpoint of {row.resume_from}")
+    table = _table("version", "batch", "episodes", "groups", "reward", "held out", "published", "checkpoint")
+    for item in series.versions(opened, run=run):
+        size = (item.size.episodes, item.size.groups, item.size.mean_reward) if item.size else (0, 0, None)
+        published = "-" if item.published_bytes is None else f"{item.published_bytes / 1e6:.1f} MB"
+        cells = (item.version, item.batch, *size, item.held_out, published, item.checkpoint)
+        table.add_row(*map(_cell, cells))
+    _print(table)
+
+
+def _show_version(opened: Session, run: str, version: int) -> None:
+    from storage import queries
+
+    rows = queries.episodes_behind(opened, run=run, version=version)
+    if not rows:
+        resumed = queries.run_row(opened, run=run).resume_from
+        typer.echo(f"version {version} of {run} is where it began: no batch of this run trained it")
+        if resumed:
+            typer.echo(f"it came from the last checkpoint of {resumed}; see: ratchet lineage {resumed}")
+        return
+    batches = len({batch.id for batch, _, _ in rows})
+    typer.echo(f"version {version} of {run}: {len(rows)} episodes in {batches} batches trained it")
+    table = _table("episode", "task", "reward", "advantage", "versions", "batch")
+    for batch, member, episode in rows:
+        values = (episode.id, episode.task, episode.reward, member.advantage, _versions(episode), batch.id)
+        table.add_row(*map(_cell, values))
+    _print(table)
+
+
+def _show_episode(opened: Session, episode_id: str) -> None:
+    from storage import queries
+
+    episode, batch, versions = queries.episode_fate(opened, episode=episode_id)
+    others = queries.attempts_of(opened, episode=episode.episode_id)
+    facts = _table("", "")
+    facts.show_header = False
+    rows = {
+        "episode": f"{episode.id} ({episode.kind}, attempt {episode.attempt + 1} of {len(others)})",
+        "task": episode.task,
+        "ended": f"{episode.outcome}: {episode.stop_reason}" + (f", {episode.why}" if episode.why else ""),
+        "reward": _cell(episode.reward),
+        "made by version": _versions(episode),
+        "tokens": f"{episode.sampled_tokens} sampled of {episode.sequence_tokens}",
+        "sandbox image": episode.image_id or "-",
+        "seed": str(episode.seed),
+    }
+    for name, value in rows.items():
+        facts.add_row(name, value)
+    member = queries.member_of(opened, attempt=episode.id)
+    if batch is None or member is None:
+        facts.add_row("trained", "no batch holds it")
+    else:
+        facts.add_row("batch", f"{batch.id} (step {batch.step}, {batch.state}, advantage {_cell(member.advantage)})")
+        held = f"{versions[0]} and later, up to {versions[-1]}" if versions else "none yet"
+        facts.add_row("in versions", held)
+    for other in others:
+        if other.id != episode.id:
+            facts.add_row("other attempt", f"{other.id}: {other.outcome}, {other.stop_reason}")
+    _print(facts)
+    table = _table("turn", "engine", "versions", "prompt", "cached", "sampled", "finish", "exit", "action")
+    for turn in queries.turns_of(opened, attempt=episode.id):
+        values = (turn.turn, turn.engine, _span(turn.min_version, turn.max_version), turn.prompt_tokens)
+        ending = "timed out" if turn.timed_out else _cell(turn.exit_code)
+        action = " ".join(turn.action.split())
+        counts = (turn.cached_tokens, turn.sampled_tokens, turn.finish_reason, ending, action)
+        table.add_row(*map(_cell, values + counts))
+    _print(table)
+
+
+def _versions(episode: Episode) -> str:
+    return _span(episode.min_version, episode.max_version)
+
+
+def _span(low: int | None, high: int | None) -> str:
+    return "-" if low is None or high is None else str(low) if low == high else f"{low}-{high}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _print(table: Table) -> None:
+    """As wide as its content: a narrow terminal folds the line itself, and nothing is cut."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    needed = Console(width=10_000).measure(table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
