@@ -13,18 +13,22 @@ from typing import Any
 
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session, create_engine
 
 from workflows.errors import StorageError
+
+MOST_CONNECTIONS = 40
+"""Above the threads that asyncio.to_thread gives a worker, so that no activity waits for another's connection."""
 
 
 def open_database(url: str) -> Engine:
     """An engine for `url`; the schema is brought up by storage/migrations, not here."""
     if not url.startswith("sqlite"):
-        return create_engine(url, pool_pre_ping=True)
+        return create_engine(url, pool_pre_ping=True, max_overflow=MOST_CONNECTIONS)
     if path := url.removeprefix("sqlite:///"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(url, connect_args={"timeout": 30, "check_same_thread": False})
+    engine = create_engine(url, connect_args={"timeout": 30, "check_same_thread": False}, max_overflow=MOST_CONNECTIONS)
 
     @event.listens_for(engine, "connect")
     def _pragmas(connection: Any, _: Any) -> None:
@@ -48,3 +52,5 @@ def session(engine: Engine) -> Iterator[Session]:
             opened.commit()
     except DBAPIError as error:
         raise StorageError(f"database: {error.orig}") from error
+    except PoolTimeout as error:
+        raise StorageError(f"database: {error}") from error

@@ -1,6 +1,7 @@
 """Bringing a database's schema up to date. Called once by `ratchet up`, and by tests; needs no alembic.ini.
 
-Several processes may call it at once: SQLite's write lock, or PostgreSQL's advisory lock, lets one go first.
+Several processes may call it at once: a lock file beside an SQLite file, or an advisory lock of PostgreSQL, lets one
+go first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,219 @@
+"""Builds a report from the rows of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from statistics import fmean, median
+
+from sqlmodel import Session, col, select
+
+from storage import queries, series
+from storage.report.model import (
+    TIME_PARTS,
+    BatchPart,
+    BucketPart,
+    EvaluationPart,
+    EvaluationPoint,
+    GroupsPart,
+    KindPart,
+    LoadPart,
+    MemberPart,
+    PublicationPart,
+    Report,
+    StepPart,
+    Summary,
+    VersionPart,
+)
+from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Run
+from workflows.config import RunConfig
+from workflows.contracts import EpisodeKind, Outcome
+
+LAST_BATCHES = 3
+
+
+def build_report(opened: Session, run: str) -> Report:
+    """The report of a run as it stands. Raises NotFound naming the runs that exist."""
+    row = queries.run_row(opened, run=run)
+    config = RunConfig.model_validate(row.config)
+    batches = series.batches(opened, run=run)
+    sizes = series.batch_sizes(opened, run=run)
+    steps = [_step(batch, sizes.get(batch.id)) for batch in batches]
+    publications = [_publication(item, loads) for item, loads in series.publications(opened, run=run)]
+    outcomes = series.outcomes(opened, run=run)
+    return Report(
+        run=row.id,
+        state=row.state,
+        reason=row.reason,
+        mode=row.mode,
+        model=config.model,
+        taskset=config.taskset,
+        seed=row.seed,
+        resume_from=row.resume_from,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        seconds=max(0.0, (row.ended_at or time.time()) - row.started_at),
+        step=row.step,
+        steps_planned=config.training.steps,
+        policy_version=row.policy_version,
+        mismatch_limit=config.training.mismatch_limit,
+        max_off_policy_steps=config.rollout.max_off_policy_steps if config.mode == "async" else 0,
+        summary=_summary(opened, row, steps, publications, outcomes.get(EpisodeKind.TRAIN, {})),
+        evaluation=_evaluation(opened, run),
+        steps=steps,
+        versions=[VersionPart(**item._asdict()) for item in series.reward_by_version(opened, run=run)],
+        outcomes=outcomes,
+        stop_reasons=series.stop_reasons(opened, run=run),
+        outcomes_over_time=[
+            BucketPart(**item._asdict())
+            for item in series.outcomes_over_time(opened, run=run, started_at=row.started_at)
+        ],
+        kinds=[KindPart(**item._asdict()) for item in series.episodes_by_kind(opened, run=run)],
+        groups=_groups(opened, run),
+        publications=publications,
+        last_batches=[_batch(opened, batch) for batch in batches[-LAST_BATCHES:]],
+    )
+
+
+def _step(batch: Batch, size: series.BatchSize | None) -> StepPart:
+    return StepPart(
+        step=batch.step,
+        state=batch.state,
+        policy_version=batch.policy_version,
+        episodes=size.episodes if size else 0,
+        groups=size.groups if size else 0,
+        reward=size.mean_reward if size else 0.0,
+        time={name: float(value) for name, value in batch.waited.items()},
+        metrics={name: _finite(value) for name, value in sorted(batch.metrics.items()) if _measured(name, batch)},
+    )
+
+
+def _measured(name: str, batch: Batch) -> bool:
+    """Without a token of the trainer's own weights there is no mismatch to measure, and 0 would be a lie."""
+    return not name.startswith("mismatch_") or batch.metrics.get("mismatch_kl/tokens") != 0
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _publication(row: Publication, loads: list[EngineLoad]) -> PublicationPart:
+    return PublicationPart(
+        version=row.version,
+        manifest=row.manifest,
+        digest=row.digest,
+        bytes=row.bytes,
+        publish_latency_s=float(row.seconds.get("total", sum(row.seconds.values()))),
+        seconds=row.seconds,
+        published_at=row.published_at,
+        loads=[
+            LoadPart(
+                engine=load.engine,
+                proven=load.proven,
+                why=load.why,
+                pause_s=load.pause_s,
+                seconds=load.seconds,
+                cached_tokens_after=load.cached_tokens_after,
+                canary_max_abs=load.canary_max_abs,
+            )
+            for load in loads
+        ],
+    )
+
+
+def _summary(
+    opened: Session, row: Run, steps: list[StepPart], publications: list[PublicationPart], endings: dict[str, int]
+) -> Summary:
+    waits = [step.time["to_trainable_batch"] for step in steps if "to_trainable_batch" in step.time]
+    parts = {name: _mean(step.time.get(name) for step in steps) for name in TIME_PARTS}
+    attempts = sum(endings.values())
+    ours = endings.get(Outcome.INFRA_FAILURE, 0) + endings.get(Outcome.UNKNOWN, 0)
+
+    def mean_of(name: str) -> float | None:
+        return _mean(step.metrics.get(name) for step in steps)
+
+    def max_of(name: str) -> float | None:
+        return max((value for step in steps if (value := step.metrics.get(name)) is not None), default=None)
+
+    return Summary(
+        time_to_trainable_batch_s=median(waits[1:] or waits) if waits else None,
+        time_parts_s={name: value for name, value in parts.items() if value is not None},
+        off_policy_steps=mean_of("off_policy/steps"),
+        off_policy_steps_max=max_of("off_policy/steps_max"),
+        mismatch_kl=mean_of("mismatch_kl/mean"),
+        mismatch_kl_max=max_of("mismatch_kl/max"),
+        divergence=mean_of("off_policy/divergence"),
+        publish_latency_s=_mean(item.publish_latency_s for item in publications),
+        pause_s=_mean(load.pause_s for item in publications for load in item.loads if load.proven),
+        infra_share=ours / attempts if attempts else None,
+        sampled_tokens=series.sampled_tokens(opened, run=row.id),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _evaluation(opened: Session, run: str) -> EvaluationPart:
+    rows = series.evaluations(opened, run=run)
+    points = [
+        EvaluationPoint(
+            version=row.version,
+            mean_reward=row.mean_reward,
+            episodes=row.episodes,
+            excluded=row.excluded,
+            by_kind=row.by_kind,
+        )
+        for row in rows
+    ]
+    return EvaluationPart(
+        first=points[0].mean_reward if points else None,
+        last=points[-1].mean_reward if len(points) > 1 else None,
+        versions=points,
+    )
+
+
+def _groups(opened: Session, run: str) -> GroupsPart:
+    counts = series.groups(opened, run=run)
+    return GroupsPart(
+        closed=counts["closed"],
+        eligible=counts["eligible"],
+        trained=counts["trained"],
+        replaced_attempts=counts["replaced"],
+        dropped=series.groups_dropped(opened, run=run),
+    )
+
+
+def _batch(opened: Session, batch: Batch) -> BatchPart:
+    made = opened.exec(select(PolicyVersion.version).where(PolicyVersion.batch == batch.id)).first()
+    rows = opened.exec(
+        select(BatchMember, Episode)
+        .join(Episode, col(BatchMember.episode) == Episode.id)
+        .where(BatchMember.batch == batch.id)
+        .order_by(col(BatchMember.position))
+    ).all()
+    members = [
+        MemberPart(
+            attempt_id=episode.id,
+            group_id=member.group_id,
+            task=episode.task,
+            reward=episode.reward,
+            advantage=member.advantage,
+            min_version=episode.min_version,
+            max_version=episode.max_version,
+            stop_reason=episode.stop_reason,
+            sampled_tokens=episode.sampled_tokens,
+        )
+        for member, episode in rows
+    ]
+    return BatchPart(
+        batch_id=batch.id,
+        step=batch.step,
+        state=batch.state,
+        checkpoint=batch.checkpoint,
+        version=made,
+        members=members,
+    )

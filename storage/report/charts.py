@@ -1,0 +1,194 @@
+"""Charts as inline SVG: lines and stacked bars, nothing from outside, coloured by the page's style sheet.
+
+Every mark has a `<title>`, which browsers show on hover and screen readers read. Classes `s0`..`s6` are the page's
+series colours; `ok`, `miss`, `ours` and `odd` those of the four outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 560, 260
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 40
+MOST_LABELS = 8
+
+Point = tuple[float, float]
+Words = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """`dots`: draw the points alone, large, with their values beside them."""
+
+    name: str
+    style: str
+    points: Sequence[Point]
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One part of every bar, in the order of the bars."""
+
+    name: str
+    style: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where values lie on the drawing. `log`: the y axis is logarithmic."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    log: bool = False
+
+    def x(self, value: float) -> float:
+        share = (value - self.x_low) / ((self.x_high - self.x_low) or 1)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high, at = self.y_low, self.y_high, max(value, self.y_low)
+        if self.log:
+            low, high, at = math.log10(low), math.log10(high), math.log10(at)
+        return TOP + (1 - (at - low) / ((high - low) or 1)) * (HEIGHT - TOP - BOTTOM)
+
+    def y_ticks(self) -> list[float]:
+        if self.log:
+            first, last = math.ceil(math.log10(self.y_low)), math.floor(math.log10(self.y_high))
+            every = max(1, (last - first) // 4)
+            return [10.0**power for power in range(first, last + 1, every)]
+        return nice_ticks(self.y_low, self.y_high)
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers from low to high."""
+    span = (high - low) or 1.0
+    rough = span / count
+    base = 10.0 ** math.floor(math.log10(rough))
+    step = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(index * step, 10) for index in range(first, last + 1)]
+
+
+def lines(
+    series: Sequence[Line],
+    *,
+    words: Words,
+    x_name: str = "step",
+    y_range: Point | None = None,
+    log: bool = False,
+    limit: tuple[str, float] | None = None,
+) -> Markup:
+    """Lines over a numeric x axis; `limit` is a dashed line with its name. Empty where there is no point."""
+    points = [point for line in series for point in line.points if not log or point[1] > 0]
+    if not points:
+        return Markup("")
+    values = [y for _, y in points] + ([limit[1]] if limit else [])
+    frame = _Frame(min(x for x, _ in points), max(x for x, _ in points), *_range(values, y_range, log), log)
+    ticks = [tick for tick in nice_ticks(frame.x_low, frame.x_high, 6) if tick == int(tick)]
+    parts = [_axes(frame, words, x_name, [(frame.x(tick), f"{tick:g}") for tick in ticks])]
+    if limit:
+        y = frame.y(limit[1])
+        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<text class="note" x="{WIDTH - RIGHT}" y="{y - 5:.1f}" text-anchor="end">{escape(limit[0])}</text>'
+        )
+    for line in series:
+        parts += _dots(frame, line, words) if line.dots else _line(frame, line, words, x_name)
+    return _svg(parts, ", ".join(line.name for line in series))
+
+
+def _range(values: Sequence[float], wanted: Point | None, log: bool) -> Point:
+    low, high = min(values), max(values)
+    if log:
+        return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high * 1.001))
+    if wanted:
+        return min(low, wanted[0]), max(high, wanted[1])
+    return min(0.0, low), (high * 1.08 or 1.0)
+
+
+def _line(frame: _Frame, line: Line, words: Words, x_name: str) -> list[str]:
+    shown = [(x, y) for x, y in line.points if not frame.log or y > 0]
+    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in shown)
+    marks = [
+        f'<circle class="{line.style}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3">'
+        f"<title>{escape(line.name)}, {x_name} {x:g}: {escape(words(y))}</title></circle>"
+        for x, y in shown
+    ]
+    return [f'<polyline class="{line.style}" points="{path}"/>', *marks]
+
+
+def _dots(frame: _Frame, line: Line, words: Words) -> list[str]:
+    parts = []
+    for x, y in line.points:
+        at_x, at_y = frame.x(x), frame.y(y)
+        anchor = "start" if at_x < LEFT + 40 else "end" if at_x > WIDTH - RIGHT - 40 else "middle"
+        above = at_y - 11 if at_y > TOP + 24 else at_y + 21
+        parts.append(
+            f'<circle class="{line.style} big" cx="{at_x:.1f}" cy="{at_y:.1f}" r="6">'
+            f"<title>{escape(line.name)}, version {x:g}: {escape(words(y))}</title></circle>"
+            f'<text class="value" x="{at_x:.1f}" y="{above:.1f}" text-anchor="{anchor}">{escape(words(y))}</text>'
+        )
+    return parts
+
+
+def stacked(
+    labels: Sequence[str],
+    parts: Sequence[Bars],
+    *,
+    words: Words,
+    x_name: str = "step",
+    over: Line | None = None,
+) -> Markup:
+    """A stacked bar per label; `over` is a line whose x is the bar's index. Empty where every value is 0."""
+    totals = [sum(part.values[index] for part in parts) for index in range(len(labels))]
+    high = max([*totals, *(y for _, y in (over.points if over else []))], default=0.0)
+    if high <= 0:
+        return Markup("")
+    frame = _Frame(-0.5, len(labels) - 0.5, 0.0, high * 1.05)
+    width = (WIDTH - LEFT - RIGHT) / len(labels) * (0.72 if len(labels) < 40 else 0.9)
+    every = math.ceil(len(labels) / MOST_LABELS)
+    ticks = [(frame.x(index), label) for index, label in enumerate(labels) if index % every == 0]
+    drawn = [_axes(frame, words, x_name, ticks)]
+    for index, label in enumerate(labels):
+        bottom = 0.0
+        for part in parts:
+            value = part.values[index]
+            if value > 0:
+                top, foot = frame.y(bottom + value), frame.y(bottom)
+                drawn.append(
+                    f'<rect class="{part.style}" x="{frame.x(index) - width / 2:.1f}" y="{top:.1f}" '
+                    f'width="{width:.1f}" height="{max(foot - top, 0.5):.1f}">'
+                    f"<title>{escape(part.name)}, {x_name} {escape(label)}: {escape(words(value))}</title></rect>"
+                )
+            bottom += value
+    if over:
+        drawn += _line(frame, over, words, x_name)
+    return _svg(drawn, ", ".join(part.name for part in parts))
+
+
+def _axes(frame: _Frame, words: Words, x_name: str, x_ticks: Sequence[tuple[float, str]]) -> str:
+    parts = []
+    for tick in frame.y_ticks():
+        y = frame.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(words(tick))}</text>')
+    foot = HEIGHT - BOTTOM
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
+    for x, label in x_ticks:
+        parts.append(f'<text x="{x:.1f}" y="{foot + 17}" text-anchor="middle">{escape(label)}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="name" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_name)}</text>')
+    return "".join(parts)
+
+
+def _svg(parts: Sequence[str], label: str) -> Markup:
+    body = "".join(parts)
+    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>')

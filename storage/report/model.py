@@ -1,0 +1,181 @@
+"""What a report holds: the fields of `ratchet report --json`, which are for machines to rely on.
+
+Seconds, bytes and shares (0 to 1) everywhere; None where there is nothing to say yet, never a made-up zero.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+TIME_PARTS = ("queue", "boot", "generate", "act", "verify", "wait_for_siblings", "wait_for_batch")
+"""Parts of an episode's way into a batch, in the order in which they happen."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EvaluationPoint(Part):
+    """Held-out tasks under one version."""
+
+    version: int
+    mean_reward: float
+    episodes: int
+    excluded: int
+    by_kind: dict[str, float]
+
+
+class EvaluationPart(Part):
+    """`first` and `last` are mean held-out rewards; `last` is None until there are two evaluations."""
+
+    first: float | None
+    last: float | None
+    versions: list[EvaluationPoint]
+
+
+class StepPart(Part):
+    """One update. `time` has `to_trainable_batch` (seconds between two batches) and, per part, the mean seconds of the
+    batch's episodes: episodes overlap, so parts do not add up to the total. `metrics` are the trainer's."""
+
+    step: int
+    state: str
+    policy_version: int
+    episodes: int
+    groups: int
+    reward: float
+    time: dict[str, float]
+    metrics: dict[str, float | None]
+
+
+class VersionPart(Part):
+    """All valid training episodes that ended under a version, also those whose groups had no signal."""
+
+    version: int
+    episodes: int
+    mean_reward: float
+
+
+class KindPart(Part):
+    """Episodes of one use (train or evaluation) on one kind of task."""
+
+    use: str
+    kind: str
+    episodes: int
+    valid: int
+    mean_reward: float | None
+
+
+class BucketPart(Part):
+    """Training attempts that ended between two moments, in seconds since the run's start."""
+
+    from_s: float
+    to_s: float
+    outcomes: dict[str, int]
+
+
+class GroupsPart(Part):
+    closed: int
+    eligible: int
+    trained: int
+    replaced_attempts: int
+    dropped: dict[str, int]
+    """Closed groups that trained nothing, by reason; `left_over` were eligible but too stale or not needed any more."""
+
+
+class LoadPart(Part):
+    """One engine's load of a version. `pause_s`: how long it made no token."""
+
+    engine: str
+    proven: bool
+    why: str
+    pause_s: float
+    seconds: dict[str, float]
+    cached_tokens_after: int
+    canary_max_abs: float
+
+
+class PublicationPart(Part):
+    version: int
+    manifest: str
+    digest: str
+    bytes: int
+    publish_latency_s: float
+    seconds: dict[str, float]
+    published_at: float
+    loads: list[LoadPart]
+
+
+class Summary(Part):
+    """The figures that a person asks for first; means over the run's steps."""
+
+    time_to_trainable_batch_s: float | None
+    """Median of the steps after the first, whose batch also waited for the start; of all where there is one."""
+    time_parts_s: dict[str, float]
+    off_policy_steps: float | None
+    off_policy_steps_max: float | None
+    mismatch_kl: float | None
+    mismatch_kl_max: float | None
+    divergence: float | None
+    publish_latency_s: float | None
+    pause_s: float | None
+    """Mean over loads that were proven."""
+    infra_share: float | None
+    """infra_failure and unknown among all attempts of training."""
+    sampled_tokens: int
+
+
+class MemberPart(Part):
+    """An episode of a batch and what it was worth there."""
+
+    attempt_id: str
+    group_id: str
+    task: str
+    reward: float | None
+    advantage: float | None
+    min_version: int | None
+    max_version: int | None
+    stop_reason: str
+    sampled_tokens: int
+
+
+class BatchPart(Part):
+    batch_id: str
+    step: int
+    state: str
+    checkpoint: str
+    version: int | None
+    """The version that the batch made, once published."""
+    members: list[MemberPart]
+
+
+class Report(Part):
+    """Everything about one run."""
+
+    run: str
+    state: str
+    reason: str
+    mode: str
+    model: str
+    taskset: str
+    seed: int
+    resume_from: str | None
+    started_at: float
+    ended_at: float | None
+    seconds: float
+    step: int
+    steps_planned: int
+    policy_version: int
+    mismatch_limit: float | None
+    max_off_policy_steps: int | None
+    summary: Summary
+    evaluation: EvaluationPart
+    steps: list[StepPart]
+    versions: list[VersionPart]
+    outcomes: dict[str, dict[str, int]]
+    """Attempts by use (train, evaluation) and outcome."""
+    stop_reasons: dict[str, dict[str, int]]
+    outcomes_over_time: list[BucketPart]
+    kinds: list[KindPart]
+    groups: GroupsPart
+    publications: list[PublicationPart]
+    last_batches: list[BatchPart]

@@ -1,0 +1,201 @@
+"""A report as one self-contained HTML page: inline style, inline SVG, no request to anywhere, light and dark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from storage.report import charts, words
+from storage.report.model import TIME_PARTS, Report
+from workflows.contracts import Outcome
+
+OUTCOME_STYLES = {
+    Outcome.MODEL_SUCCESS: "ok",
+    Outcome.MODEL_FAILURE: "miss",
+    Outcome.INFRA_FAILURE: "ours",
+    Outcome.UNKNOWN: "odd",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with what a reader needs to read it. `legend`: (style, name) pairs."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Headline:
+    name: str
+    value: str
+    note: str
+    mark: str = ""
+
+
+def render_html(report: Report) -> str:
+    """The page."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["words"] = words
+    figures = [
+        item
+        for item in (_rewards(report), _waiting(report), _outcomes(report), _age(report), _mismatch(report))
+        if item.svg
+    ]
+    return environment.get_template("page.html.j2").render(
+        report=report, headlines=_headlines(report), figures=figures, outcome_styles=OUTCOME_STYLES
+    )
+
+
+def _headlines(report: Report) -> list[Headline]:
+    means, evaluation = report.summary, report.evaluation
+    gain = evaluation.last - evaluation.first if evaluation.first is not None and evaluation.last is not None else None
+    latest = evaluation.last if evaluation.last is not None else evaluation.first
+    over = bool(report.mismatch_limit and (means.mismatch_kl or 0) > report.mismatch_limit)
+    return [
+        Headline(
+            "Held-out reward",
+            words.reward(latest),
+            f"{gain:+.3f} since version {evaluation.versions[0].version}" if gain is not None else "no comparison yet",
+            "" if gain is None else "good" if gain > 0 else "bad" if gain < 0 else "",
+        ),
+        Headline("Steps", f"{report.step} / {report.steps_planned}", f"in {words.seconds(report.seconds)}"),
+        Headline("Time to trainable batch", words.seconds(means.time_to_trainable_batch_s), "median over steps"),
+        Headline(
+            "Failures that were ours",
+            words.share(means.infra_share),
+            "of training attempts; never in the gradient",
+            "bad" if (means.infra_share or 0) > 0.1 else "",
+        ),
+        Headline(
+            "Off-policy steps",
+            words.small(means.off_policy_steps),
+            f"mean; at most {words.small(means.off_policy_steps_max)}",
+        ),
+        Headline(
+            "Trainer vs engine",
+            words.small(means.mismatch_kl),
+            f"mean mismatch_kl; stops at {words.small(report.mismatch_limit)}",
+            "bad" if over else "",
+        ),
+        Headline(
+            "Pause per weight update",
+            words.seconds(means.pause_s),
+            f"publishing takes {words.seconds(means.publish_latency_s)}",
+        ),
+        Headline(
+            "Groups trained",
+            f"{report.groups.trained} / {report.groups.closed}",
+            f"{report.groups.replaced_attempts} attempts replaced",
+        ),
+    ]
+
+
+def _rewards(report: Report) -> Figure:
+    series = [
+        charts.Line("all training episodes", "s5", [(item.version, item.mean_reward) for item in report.versions]),
+        charts.Line("batch", "s0", [(step.step, step.reward) for step in report.steps]),
+        charts.Line(
+            "held-out tasks",
+            "s1",
+            [(point.version, point.mean_reward) for point in report.evaluation.versions],
+            dots=True,
+        ),
+    ]
+    return Figure(
+        "Reward",
+        "Batches hold only groups whose siblings differ, so they tend to the middle; all valid training episodes are"
+        " shown by the version that ended them; held-out tasks are what counts.",
+        charts.lines(series, words=lambda value: f"{value:.2f}", x_name="step (version)", y_range=(0.0, 1.0)),
+        [(line.style, line.name) for line in series if line.points],
+    )
+
+
+def _waiting(report: Report) -> Figure:
+    parts = [
+        charts.Bars(words.plain(name), f"s{index}", [step.time.get(name, 0.0) for step in report.steps])
+        for index, name in enumerate(TIME_PARTS)
+        if any(step.time.get(name) for step in report.steps)
+    ]
+    total = [(index, step.time.get("to_trainable_batch", 0.0)) for index, step in enumerate(report.steps)]
+    return Figure(
+        "Time to trainable batch",
+        "Line: from one batch to the next. Bars: where the mean episode of the batch spent its way into it; episodes"
+        " overlap, so a bar may be longer than the line.",
+        charts.stacked(
+            [str(step.step) for step in report.steps],
+            parts,
+            words=words.seconds,
+            over=charts.Line("to trainable batch", "total", total),
+        ),
+        [("total", "batch to batch"), *((part.style, part.name) for part in parts)],
+    )
+
+
+def _outcomes(report: Report) -> Figure:
+    buckets = report.outcomes_over_time
+    parts = [
+        charts.Bars(words.plain(name), style, [float(bucket.outcomes.get(name, 0)) for bucket in buckets])
+        for name, style in OUTCOME_STYLES.items()
+        if any(bucket.outcomes.get(name) for bucket in buckets)
+    ]
+    return Figure(
+        "Outcomes of training attempts",
+        "By the time at which they ended. Infrastructure failures and unknown endings are replaced and train nothing.",
+        charts.stacked(
+            [words.short_seconds(bucket.from_s) for bucket in buckets],
+            parts,
+            words=lambda value: f"{value:g}",
+            x_name="time since the start",
+        ),
+        [(part.style, part.name) for part in parts],
+    )
+
+
+def _age(report: Report) -> Figure:
+    steps = [step for step in report.steps if "off_policy/steps" in step.metrics]
+    parts = [
+        charts.Bars(name, style, [step.metrics.get(f"off_policy/{key}") or 0.0 for step in steps])
+        for key, name, style in (("in_flight", "while it was made", "s2"), ("in_pool", "while it waited", "s4"))
+    ]
+    oldest = [(index, step.metrics.get("off_policy/steps_max") or 0.0) for index, step in enumerate(steps)]
+    return Figure(
+        "Age of the tokens",
+        "Versions between a token and the update it trained: bars are means, the line is the oldest token.",
+        charts.stacked(
+            [str(step.step) for step in steps],
+            parts,
+            words=lambda value: f"{value:.3g}",
+            over=charts.Line("oldest token", "total", oldest),
+        ),
+        [("total", "oldest token"), *((part.style, part.name) for part in parts)],
+    )
+
+
+def _mismatch(report: Report) -> Figure:
+    def line(name: str, style: str, key: str) -> charts.Line:
+        points = [(step.step, value) for step in report.steps if (value := step.metrics.get(key)) is not None]
+        return charts.Line(name, style, points)
+
+    series = [
+        line("mismatch_kl: numerics, same weights", "s0", "mismatch_kl/mean"),
+        line("divergence: then and now", "s3", "off_policy/divergence"),
+    ]
+    limit = ("mismatch_limit", report.mismatch_limit) if report.mismatch_limit else None
+    return Figure(
+        "Agreement of trainer and engine",
+        "k3 estimates per token, logarithmic: mismatch_kl on tokens of the trainer's own weights, divergence on all.",
+        charts.lines(series, words=words.small, log=True, limit=limit),
+        [(item.style, item.name) for item in series if item.points],
+    )
