@@ -54,11 +54,13 @@ async def serve(client: EngineClient, spec: EngineSpec, home: Path, *, wait_s: f
         pid = _living(home, name)
         if pid is not None:
             seen.add(pid)
-        elif not seen and time.monotonic() - started > min(wait_s, NO_LAUNCHER_S):
-            raise EngineError(f"{name}: no launcher runs on this host; start it with `ratchet up`")
+        elif not seen and time.monotonic() - started > NO_LAUNCHER_S:
+            break
         if len(seen) > MAX_STARTS:
             raise EngineError(f"{name} ended {MAX_STARTS} times before it answered: {_last_words(home, name)}")
         await asyncio.sleep(LOOK_EVERY_S)
+    if not seen:
+        raise EngineError(f"{name}: no launcher runs on this host; start it with `ratchet up`")
     raise EngineError(f"{name} does not answer after {wait_s:.0f} s: {_last_words(home, name)}")
 
 

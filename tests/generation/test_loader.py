@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine
+
+from activities.generation.loader import EngineLoader
+from activities.generation.loading import EngineActivities, EngineKeeper
+from storage.database import session
+from storage.objects import ObjectStore
+from storage.tables import EngineLoad
+from tests.generation.fakes import FakeEngine
+from tests.generation.worlds import CANARY_IDS, Publisher, loader_of, told_to_serve, write_model
+from workflows.contracts import ApplyOutput
+from workflows.errors import EngineError, StorageError
+
+Content = Callable[[], None]
+
+
+@dataclass
+class World:
+    engine: FakeEngine
+    loader: EngineLoader
+    publisher: Publisher
+    store: ObjectStore
+    database: Engine
+    home: Path
+
+    async def apply(self, version: int, manifest: str) -> ApplyOutput:
+        return await self.loader.apply(self.publisher.message(self.engine.info, version, manifest))
+
+    def row(self, version: int) -> EngineLoad | None:
+        with session(self.database) as opened:
+            return opened.get(EngineLoad, ("r", version, self.engine.info.name))
+
+
+@pytest.fixture
+def world(object_store: ObjectStore, database: Engine, tmp_path: Path) -> World:
+    engine, home = FakeEngine(), tmp_path / "home"
+    told_to_serve(home, engine.info, write_model(tmp_path / "base", version=99))
+    loader = loader_of(engine.client(), object_store, database, home)
+    return World(engine, loader, Publisher(object_store, tmp_path / "published"), object_store, database, home)
+
+
+async def test_a_load_is_paused_proven_and_recorded(world: World) -> None:
+    out = await world.apply(0, world.publisher.publish(0))
+    assert (out.proven, out.why, out.cached_tokens_after, out.canary_max_abs) == (True, "", 0, pytest.approx(0))
+    assert (world.engine.label, world.engine.weights, world.engine.paused) == ("r:0", 0, False)
+    order = [call for call in world.engine.calls if call in ("/pause", "/collective_rpc", "/resume")]
+    assert order == ["/pause", "/collective_rpc", "/resume", "/collective_rpc"]
+    row = world.row(0)
+    assert row is not None
+    assert (row.proven, row.pause_s) == (True, out.pause_s)
+
+
+async def test_a_version_that_is_served_and_proven_is_not_loaded_again_also_by_a_new_worker(world: World) -> None:
+    manifest = world.publisher.publish(0)
+    first = await world.apply(0, manifest)
+    again = loader_of(world.engine.client(), world.store, world.database, world.home)
+    assert await again.apply(world.publisher.message(world.engine.info, 0, manifest)) == first
+    assert world.engine.calls.count("/pause") == 1
+
+
+async def test_the_label_is_unproven_from_before_the_reload_until_the_proof(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    seen: list[str] = []
+    world.engine.on_reload = lambda: seen.append(world.engine.label)
+    world.engine.on_generate = lambda: seen.append(world.engine.label)
+    await world.apply(1, world.publisher.publish(1))
+    assert set(seen) == {"r:1?"}
+    assert world.engine.label == "r:1"
+
+
+async def test_a_corrupted_file_is_refused_without_a_load(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    manifest = world.publisher.publish(1)
+    for key, _ in world.store.keys("runs/r/objects/"):
+        world.store.put(key, world.store.get(key)[:-1] + b"?")
+    with pytest.raises(StorageError, match="sha256"):
+        await world.apply(1, manifest)
+    assert (world.engine.label, world.engine.weights) == ("r:0", 0)
+    assert world.engine.calls.count("/pause") == 1
+
+
+async def test_weights_of_another_shape_are_refused_without_a_load(world: World) -> None:
+    with pytest.raises(EngineError, match=r"embed is \[5, 2\] in the file, \[4, 2\] in base") as caught:
+        await world.apply(0, world.publisher.publish(0, rows=5))
+    assert not caught.value.retryable
+    assert "/pause" not in world.engine.calls
+
+
+async def test_a_canary_that_the_engine_scores_otherwise_disowns_the_load(world: World) -> None:
+    out = await world.apply(0, world.publisher.publish(0, off_by=0.01))
+    assert not out.proven
+    assert "differs from the trainer's by 0.01 nats" in out.why
+    assert (world.engine.label, world.engine.paused) == ("unproven", False)
+    assert "/abort_requests" in world.engine.calls
+    row = world.row(0)
+    assert row is not None
+    assert (row.proven, row.why) == (False, out.why)
+
+
+async def test_an_engine_that_kept_its_old_weights_is_found_out(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    world.engine.stale_reload = True
+    out = await world.apply(1, world.publisher.publish(1))
+    assert (out.proven, world.engine.label) == (False, "unproven")
+
+
+async def test_a_change_below_the_tolerance_must_show_too(world: World) -> None:
+    # A trainer that moved by less than the tolerance, and an engine that did not move at all.
+    await world.apply(0, world.publisher.publish(0))
+    world.engine.stale_reload = True
+    out = await world.apply(1, world.publisher.publish(1, off_by=0.01 + 1e-5))
+    assert out.why == "the canary is what it was under the version before"
+
+
+async def test_weights_that_did_not_change_need_not_show_a_change(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    assert (await world.apply(1, world.publisher.publish(1, content=0))).proven
+
+
+async def test_a_prefix_cache_that_survives_the_load_is_found_out(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    world.engine.keep_cache = True
+    out = await world.apply(1, world.publisher.publish(1))
+    assert out.cached_tokens_after == len(CANARY_IDS) - 1
+    assert "cache of earlier weights" in out.why
+
+
+async def test_a_reload_that_fails_leaves_the_engine_disowned_and_running(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    world.engine.fail["/collective_rpc"] = 500
+    with pytest.raises(EngineError):
+        await world.apply(1, world.publisher.publish(1))
+    assert (world.engine.label, world.engine.paused) == ("unproven", False)
+    world.engine.fail.clear()
+    assert (await world.apply(1, "runs/r/weights/v000001/manifest.json")).proven
+
+
+async def test_a_load_that_nobody_ended_is_disowned_before_it_is_done_again(world: World) -> None:
+    manifest = world.publisher.publish(0)
+    world.engine.label, world.engine.paused = "r:0?", True
+    labels: list[str] = []
+    load = asyncio.create_task(world.apply(0, manifest))
+    while not load.done():
+        labels.append(world.engine.label)
+        await asyncio.sleep(0.01)
+    assert (await load).proven
+    assert list(dict.fromkeys(labels))[:2] == ["r:0?", "unproven"]
+
+
+async def test_a_cancelled_load_does_not_leave_the_engine_paused(world: World) -> None:
+    manifest = world.publisher.publish(0)
+    load = asyncio.create_task(world.apply(0, manifest))
+    world.engine.on_reload = lambda: load.cancel() and None
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert not world.engine.paused
+    assert world.engine.label == "r:0?"
+
+
+async def test_an_engine_that_does_not_come_back_is_a_retryable_failure(world: World) -> None:
+    world.engine.down = True
+    with pytest.raises(EngineError) as caught:
+        await world.apply(0, world.publisher.publish(0))
+    assert caught.value.retryable
+
+
+async def test_two_versions_stay_on_the_disk(world: World) -> None:
+    for version in range(4):
+        assert (await world.apply(version, world.publisher.publish(version))).proven
+    assert len(list((world.home / "weights").iterdir())) == 2
+
+
+async def test_the_keeper_brings_a_restarted_engine_back(world: World) -> None:
+    client = world.engine.client()
+    activities = EngineActivities(world.store, world.database, world.home, connect=lambda _: client)
+    await activities.apply(world.publisher.message(world.engine.info, 0, world.publisher.publish(0)))
+    async with EngineKeeper(activities, [world.engine.info]):
+        world.engine.label, world.engine.weights = "default", 99
+        async with asyncio.timeout(10):
+            while world.engine.label != "r:0":
+                await asyncio.sleep(0.05)
+    assert world.engine.weights == 0
+
+
+async def test_the_keeper_leaves_an_engine_alone_that_nobody_asked_for_anything(world: World) -> None:
+    client = world.engine.client()
+    activities = EngineActivities(world.store, world.database, world.home, connect=lambda _: client)
+    async with EngineKeeper(activities, [world.engine.info]):
+        await asyncio.sleep(1.2)
+    assert world.engine.calls == []
+
+
+def test_the_desired_version_outlives_the_worker(world: World) -> None:
+    asyncio.run(world.apply(0, world.publisher.publish(0)))
+    record = json.loads((world.home / "engines" / "local-e0.desired.json").read_text())
+    assert record["message"]["version"] == 0
+    assert record["proof"]["proven"] is True

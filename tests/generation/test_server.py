@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from activities.generation.server import EngineSpec, command, engine_index, environment, kv_cache_bytes
+from workflows.errors import InvalidConfig
+
+QWEN = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return tmp_path
+
+
+def spec_of(model: Path, **changes: object) -> EngineSpec:
+    return EngineSpec(model=str(model), context_length=512, dtype="float32").model_copy(update=changes)
+
+
+def test_the_server_listens_on_loopback_alone_and_says_which_spec_it_serves(model: Path) -> None:
+    spec = spec_of(model)
+    words = command(spec, 9000, on="cpu")
+    assert "--host=127.0.0.1" in words
+    assert words[words.index("--served-model-name") + 1 :] == ["policy", spec.fingerprint]
+
+
+def test_a_model_folder_made_anew_under_its_name_is_another_spec(model: Path) -> None:
+    before = EngineSpec.of(str(model), context_length=64, dtype="auto")
+    assert before == EngineSpec.of(str(model), context_length=64, dtype="auto")
+    (model / "config.json").write_text(json.dumps(QWEN | {"hidden_size": 128}))
+    assert EngineSpec.of(str(model), context_length=64, dtype="auto").fingerprint != before.fingerprint
+
+
+def test_a_folder_without_a_model_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"config\.json"):
+        EngineSpec.of(str(tmp_path), context_length=64, dtype="auto")
+
+
+def test_the_cache_holds_every_sequence_at_full_length_within_bounds(model: Path) -> None:
+    assert kv_cache_bytes(spec_of(model), "cpu") == 128 << 20
+    per_token = 2 * 2 * 2 * 32 * 4
+    assert kv_cache_bytes(spec_of(model, context_length=4096), "cpu") == per_token * 4096 * 128
+    assert kv_cache_bytes(spec_of(model, context_length=65536), "cpu") == 2 << 30
+    assert (
+        kv_cache_bytes(spec_of(model, context_length=65536, dtype="bfloat16"), "cuda") == per_token // 2 * 65536 * 128
+    )
+
+
+def test_engines_of_a_cpu_box_get_a_core_each_from_the_last_one_down() -> None:
+    bound = [environment({}, index=index, on="cpu", cores=[0, 1, 2])["VLLM_CPU_OMP_THREADS_BIND"] for index in range(4)]
+    assert bound == ["2", "1", "0", "2"]
+
+
+def test_a_gpu_engine_gets_no_cpu_settings() -> None:
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment({}, index=0, on="cuda", cores=[0])
+
+
+@pytest.mark.parametrize(("name", "index"), [("local-e0", 0), ("a-b-e12", 12), ("engine", 0)])
+def test_the_index_of_an_engine_is_the_number_of_its_name(name: str, index: int) -> None:
+    assert engine_index(name) == index

@@ -1,0 +1,210 @@
+"""One real vLLM server: started by the launcher, loaded, proven, interrupted and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from activities.generation.activities import proven_versions
+from activities.generation.engine import EngineClient, Generation
+from activities.generation.loader import EngineLoader
+from activities.generation.server import EngineSpec
+from activities.generation.serving import serve
+from activities.publication.manifest import Canary
+from storage.objects import ObjectStore
+from tests.generation.policies import save_policy
+from tests.generation.worlds import Publisher, loader_of
+from workflows.contracts import ApplyInput, EngineInfo
+from workflows.errors import StorageError
+
+pytestmark = pytest.mark.engine
+CONTEXT = 512
+PROBE = [(7 * index) % 250 for index in range(64)]
+
+
+@dataclass
+class Server:
+    home: Path
+    model: Path
+    client: EngineClient
+    process: subprocess.Popen[bytes]
+    seconds: float
+    restarted: bool
+
+
+@pytest.fixture(scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    home, model = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("model") / "base"
+    save_policy(model, seed=0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (home / "logs").mkdir()
+    environment = os.environ | {"RATCHET_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    with (home / "logs" / "local-e0.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workers.engine", "--name", "local-e0", "--port", str(port)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    client = EngineClient(EngineInfo(name="local-e0", host="local", url=f"http://127.0.0.1:{port}"))
+    began = time.monotonic()
+    spec = EngineSpec.of(str(model), context_length=CONTEXT, dtype="auto")
+    restarted = await serve(client, spec, home, wait_s=240)
+    yield Server(home, model, client, process, time.monotonic() - began, restarted)
+    await client.close()
+    if process.poll() is None:
+        process.kill()
+        process.wait(10)
+
+
+@dataclass
+class World:
+    """One run's versions over the module's server: version n is the random model of seed n + 1."""
+
+    server: Server
+    loader: EngineLoader
+    publisher: Publisher
+    models: dict[int, Any] = field(default_factory=dict)
+
+    def message(self, version: int, *, canary_of: int | None = None) -> ApplyInput:
+        folder = self.publisher.folder / f"{self.publisher.run}-{version}"
+        self.models[version] = save_policy(folder, seed=version + 1)
+        scored = self.models[version if canary_of is None else canary_of]
+        manifest = self.publisher.upload(folder, version, Canary(token_ids=PROBE, logprobs=logprobs(scored, PROBE)))
+        return self.publisher.message(self.server.client.info, version, manifest)
+
+    async def generate(self, prompt: list[int], max_tokens: int, seed: int = 5) -> Generation:
+        return await self.server.client.generate(
+            prompt, temperature=1.0, max_tokens=max_tokens, seed=seed, stop_token_ids=[]
+        )
+
+
+def logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """The reference: Hugging Face's forward in float32."""
+    import torch
+
+    with torch.no_grad():
+        scores = torch.log_softmax(model(torch.tensor([ids])).logits[0].float() / temperature, dim=-1)
+    return [0.0, *scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+
+
+@pytest.fixture
+def world(
+    server: Server, object_store: ObjectStore, database: Engine, tmp_path: Path, request: pytest.FixtureRequest
+) -> World:
+    loader = loader_of(server.client, object_store, database, server.home)
+    return World(server, loader, Publisher(object_store, tmp_path, run=request.node.name))
+
+
+async def test_an_engine_starts_without_weights_of_any_run_and_is_left_alone_when_it_serves(server: Server) -> None:
+    spec = EngineSpec.of(str(server.model), context_length=CONTEXT, dtype="auto")
+    assert server.restarted
+    assert await server.client.label() == "default"
+    assert spec.dtype == "float32"
+    assert not await serve(server.client, spec, server.home, wait_s=10)
+
+
+async def test_logprobs_at_a_temperature_are_those_of_the_reference(world: World) -> None:
+    assert (await world.loader.apply(world.message(0))).proven
+    answer = await world.server.client.generate(
+        PROBE, temperature=0.6, max_tokens=20, seed=1, stop_token_ids=[], priority=3
+    )
+    reference = logprobs(world.models[0], PROBE + answer.token_ids, temperature=0.6)
+    assert answer.logprobs == pytest.approx(reference[len(PROBE) :], abs=1e-4)
+    assert await proven_versions(world.server.client, world.publisher.run, answer) == [0] * len(answer.token_ids)
+
+
+async def test_a_second_version_is_proven_also_in_the_tied_head_and_serves_from_no_old_cache(world: World) -> None:
+    first, second = await world.loader.apply(world.message(0)), await world.loader.apply(world.message(1))
+    assert (first.proven, second.proven, second.why) == (True, True, "")
+    assert second.canary_max_abs < 1e-4
+    assert second.cached_tokens_after == 0
+    assert 0 < second.pause_s < 5
+    # The same prompt under the same version comes from the cache.
+    assert await world.server.client.cached_tokens(PROBE) == 32
+
+
+async def test_a_request_over_an_apply_goes_on_under_the_new_weights(world: World) -> None:
+    await world.loader.apply(world.message(0))
+    message = world.message(1)
+    asked = [asyncio.create_task(world.generate(PROBE[: 10 + index], 400, seed=index)) for index in range(3)]
+    await asyncio.sleep(0.3)
+    assert (await world.loader.apply(message)).proven
+    spanning = 0
+    for prompt_length, answer in zip((10, 11, 12), await asyncio.gather(*asked), strict=True):
+        versions = await proven_versions(world.server.client, world.publisher.run, answer)
+        assert versions == sorted(versions)
+        if set(versions) != {0, 1}:
+            continue
+        spanning += 1
+        # Everything after the switch is what the new weights say of the whole sequence: no stale cache.
+        reference = logprobs(world.models[1], PROBE[:prompt_length] + answer.token_ids)[prompt_length:]
+        switch = versions.index(1)
+        assert answer.logprobs[switch:] == pytest.approx(reference[switch:], abs=1e-4)
+    assert spanning > 0
+
+
+async def test_a_corrupted_file_is_refused_and_the_engine_goes_on(world: World) -> None:
+    await world.loader.apply(world.message(0))
+    # Content that no other test has published: a verified copy on the disk would be used.
+    message = world.message(7)
+    store = world.publisher.store
+    for key, size in store.keys(f"runs/{world.publisher.run}/objects/"):
+        if size > 100_000:
+            store.put(key, store.get(key)[: size // 2])
+    with pytest.raises(StorageError):
+        await world.loader.apply(message)
+    answer = await world.generate(PROBE, 5)
+    assert await proven_versions(world.server.client, world.publisher.run, answer) == [0] * 5
+
+
+async def test_a_load_whose_canary_fails_is_disowned_until_one_is_proven(world: World) -> None:
+    await world.loader.apply(world.message(0))
+    wrong = await world.loader.apply(world.message(1, canary_of=0))
+    assert not wrong.proven
+    assert "differs from the trainer's" in wrong.why
+    assert await world.server.client.label() == "unproven"
+    assert (await world.loader.apply(world.message(2))).proven
+
+
+async def test_a_cancelled_request_is_dropped_by_the_engine(world: World) -> None:
+    await world.loader.apply(world.message(0))
+    asked = asyncio.create_task(world.generate(PROBE[:9], 500))
+    await asyncio.sleep(0.2)
+    asked.cancel()
+    await asyncio.sleep(0.3)
+    metrics = (await world.server.client._http.get("/metrics")).text
+    running = next(line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running"))
+    assert float(running.split()[-1]) == 0
+
+
+async def test_no_process_outlives_a_killed_server(server: Server) -> None:
+    session = os.getsid(server.process.pid)
+    pid = int((server.home / "engines" / "local-e0.pid").read_text())
+    assert pid == server.process.pid
+    assert any("EngineCore" in line for line in _members(session))
+    os.kill(pid, signal.SIGKILL)
+    assert await asyncio.to_thread(server.process.wait, 10) == -signal.SIGKILL
+    async with asyncio.timeout(5):
+        while any("EngineCore" in line for line in _members(session)):
+            await asyncio.sleep(0.05)
+
+
+def _members(session: int) -> list[str]:
+    listed = subprocess.run(["ps", "-o", "args=", "-g", str(session)], capture_output=True, text=True, check=False)
+    return listed.stdout.splitlines()
