@@ -1,0 +1,3 @@
+from tests.storage.conftest import make_run
+
+__all__ = ["make_run"]
