@@ -96,7 +96,7 @@ class Admission:
             seed=derive_seed(config.seed, "group", number),
             report_to=self._run,
         )
-        await workflow.start_child_workflow(
+        handle = await workflow.start_child_workflow(
             "Group",
             group,
             id=group.group_id,
@@ -105,6 +105,8 @@ class Admission:
             search_attributes=started(self._run, task.task_id),
             static_summary=f"{group.group_size} siblings of {task.task_id}",
         )
+        # A group tells its end by signal; how its workflow closed is read from nowhere, and no failure of its own.
+        handle.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 async def pick_tasks(carry: Carry, split: Split, cursor: int, count: int) -> list[TaskRef]:

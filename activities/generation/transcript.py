@@ -14,6 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# At import, not at first use: two threads that resolve transformers' lazy names at once break each other.
+from transformers import AutoTokenizer
+
 from workflows.errors import InvalidConfig
 
 Messages = Sequence[dict[str, str]]
@@ -88,9 +91,13 @@ class Template:
 
 @lru_cache(maxsize=4)
 def _load(model: str, _stamps: tuple[int, ...]) -> Template:
-    from transformers import AutoTokenizer
+    # Not AutoTokenizer where the folder holds the whole tokenizer: it would bring torch into every rollout worker.
+    if Path(model, "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    tokenizer = Tokenizer.from_pretrained(model, local_files_only=True)
     if tokenizer.chat_template is None:
         raise InvalidConfig(f"model: {model} has no chat template")
     return Template(tokenizer)
