@@ -22,6 +22,7 @@ from storage.tables import (
     PolicyVersion,
     Publication,
     Task,
+    Turn,
 )
 from workflows.contracts import EpisodeKind, Outcome
 
@@ -161,8 +162,41 @@ def episodes_by_kind(opened: Session, *, run: str) -> list[KindCount]:
     return [KindCount(use, kind or "", total, valid, reward) for use, kind, total, valid, reward in rows]
 
 
-def sampled_tokens(opened: Session, *, run: str) -> int:
-    return int(opened.exec(select(func.coalesce(func.sum(Episode.sampled_tokens), 0)).where(Episode.run == run)).one())
+class Tokens(NamedTuple):
+    """Over all turns of a run: sampled, prompt, and those of the prompt that an engine had in its cache."""
+
+    sampled: int
+    prompt: int
+    cached: int
+
+
+def tokens(opened: Session, *, run: str) -> Tokens:
+    sums = (func.sum(Turn.sampled_tokens), func.sum(Turn.prompt_tokens), func.sum(Turn.cached_tokens))
+    statement = select(*sums).join(Episode, col(Turn.episode) == Episode.id).where(Episode.run == run)
+    sampled, prompt, cached = opened.exec(statement).one()
+    return Tokens(int(sampled or 0), int(prompt or 0), int(cached or 0))
+
+
+class Failure(NamedTuple):
+    """Attempts that no fault of the model ended, alike in where and why."""
+
+    stop_reason: str
+    why: str
+    attempts: int
+    example: str
+    """One of the attempts, by id."""
+
+
+def failures(opened: Session, *, run: str, most: int = 10) -> list[Failure]:
+    """The commonest first."""
+    statement = (
+        select(Episode.stop_reason, Episode.why, func.count(), func.max(Episode.id))
+        .where(Episode.run == run, col(Episode.outcome).in_((Outcome.INFRA_FAILURE, Outcome.UNKNOWN)))
+        .group_by(Episode.stop_reason, Episode.why)
+        .order_by(func.count().desc(), Episode.why)
+        .limit(most)
+    )
+    return [Failure(*row) for row in opened.exec(statement).all()]
 
 
 def groups(opened: Session, *, run: str) -> dict[str, int]:

@@ -16,6 +16,7 @@ from storage.report.model import (
     BucketPart,
     EvaluationPart,
     EvaluationPoint,
+    FailurePart,
     GroupsPart,
     KindPart,
     LoadPart,
@@ -65,6 +66,7 @@ def build_report(opened: Session, run: str) -> Report:
         versions=[VersionPart(**item._asdict()) for item in series.reward_by_version(opened, run=run)],
         outcomes=outcomes,
         stop_reasons=series.stop_reasons(opened, run=run),
+        failures=[FailurePart(**item._asdict()) for item in series.failures(opened, run=run)],
         outcomes_over_time=[
             BucketPart(**item._asdict())
             for item in series.outcomes_over_time(opened, run=run, started_at=row.started_at)
@@ -129,6 +131,7 @@ def _summary(
     waits = [step.time["to_trainable_batch"] for step in steps if "to_trainable_batch" in step.time]
     parts = {name: _mean(step.time.get(name) for step in steps) for name in TIME_PARTS}
     attempts = sum(endings.values())
+    tokens = series.tokens(opened, run=row.id)
     ours = endings.get(Outcome.INFRA_FAILURE, 0) + endings.get(Outcome.UNKNOWN, 0)
 
     def mean_of(name: str) -> float | None:
@@ -148,7 +151,8 @@ def _summary(
         publish_latency_s=_mean(item.publish_latency_s for item in publications),
         pause_s=_mean(load.pause_s for item in publications for load in item.loads if load.proven),
         infra_share=ours / attempts if attempts else None,
-        sampled_tokens=series.sampled_tokens(opened, run=row.id),
+        sampled_tokens=tokens.sampled,
+        cache_hit_share=tokens.cached / tokens.prompt if tokens.prompt else None,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 560, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 48
 MOST_LABELS = 8
 
 Point = tuple[float, float]
@@ -50,7 +50,7 @@ class _Frame:
     log: bool = False
 
     def x(self, value: float) -> float:
-        share = (value - self.x_low) / ((self.x_high - self.x_low) or 1)
+        share = (value - self.x_low) / (self.x_high - self.x_low) if self.x_high > self.x_low else 0.5
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
@@ -81,19 +81,21 @@ def lines(
     series: Sequence[Line],
     *,
     words: Words,
+    axis: Words | None = None,
     x_name: str = "step",
     y_range: Point | None = None,
     log: bool = False,
     limit: tuple[str, float] | None = None,
 ) -> Markup:
-    """Lines over a numeric x axis; `limit` is a dashed line with its name. Empty where there is no point."""
+    """Lines over a numeric x axis; `limit` is a dashed line with its name; `axis` are the words of the
+    axis where they are shorter. Empty where there is no point."""
     points = [point for line in series for point in line.points if not log or point[1] > 0]
     if not points:
         return Markup("")
     values = [y for _, y in points] + ([limit[1]] if limit else [])
     frame = _Frame(min(x for x, _ in points), max(x for x, _ in points), *_range(values, y_range, log), log)
     ticks = [tick for tick in nice_ticks(frame.x_low, frame.x_high, 6) if tick == int(tick)]
-    parts = [_axes(frame, words, x_name, [(frame.x(tick), f"{tick:g}") for tick in ticks])]
+    parts = [_axes(frame, axis or words, x_name, [(frame.x(tick), f"{tick:g}") for tick in ticks])]
     if limit:
         y = frame.y(limit[1])
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -144,6 +146,7 @@ def stacked(
     parts: Sequence[Bars],
     *,
     words: Words,
+    axis: Words | None = None,
     x_name: str = "step",
     over: Line | None = None,
 ) -> Markup:
@@ -156,7 +159,7 @@ def stacked(
     width = (WIDTH - LEFT - RIGHT) / len(labels) * (0.72 if len(labels) < 40 else 0.9)
     every = math.ceil(len(labels) / MOST_LABELS)
     ticks = [(frame.x(index), label) for index, label in enumerate(labels) if index % every == 0]
-    drawn = [_axes(frame, words, x_name, ticks)]
+    drawn = [_axes(frame, axis or words, x_name, ticks)]
     for index, label in enumerate(labels):
         bottom = 0.0
         for part in parts:
@@ -183,7 +186,7 @@ def _axes(frame: _Frame, words: Words, x_name: str, x_ticks: Sequence[tuple[floa
     foot = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
     for x, label in x_ticks:
-        parts.append(f'<text x="{x:.1f}" y="{foot + 17}" text-anchor="middle">{escape(label)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{foot + 19}" text-anchor="middle">{escape(label)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="name" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_name)}</text>')
     return "".join(parts)

@@ -122,6 +122,18 @@ class Summary(Part):
     infra_share: float | None
     """infra_failure and unknown among all attempts of training."""
     sampled_tokens: int
+    cache_hit_share: float | None
+    """Prompt tokens that an engine had in its cache already."""
+
+
+class FailurePart(Part):
+    """Attempts that no fault of the model ended, alike in where and why."""
+
+    stop_reason: str
+    why: str
+    attempts: int
+    example: str
+    """One of the attempts, by id."""
 
 
 class MemberPart(Part):
@@ -174,6 +186,8 @@ class Report(Part):
     outcomes: dict[str, dict[str, int]]
     """Attempts by use (train, evaluation) and outcome."""
     stop_reasons: dict[str, dict[str, int]]
+    failures: list[FailurePart]
+    """The commonest infrastructure failures and unknown endings, of training and of evaluation."""
     outcomes_over_time: list[BucketPart]
     kinds: list[KindPart]
     groups: GroupsPart

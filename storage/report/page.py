@@ -47,7 +47,7 @@ def render_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["words"] = words
+    environment.globals |= {"words": words, "time_parts": TIME_PARTS}
     figures = [
         item
         for item in (_rewards(report), _waiting(report), _outcomes(report), _age(report), _mismatch(report))
@@ -137,6 +137,7 @@ def _waiting(report: Report) -> Figure:
             [str(step.step) for step in report.steps],
             parts,
             words=words.seconds,
+            axis=words.axis_seconds,
             over=charts.Line("to trainable batch", "total", total),
         ),
         [("total", "batch to batch"), *((part.style, part.name) for part in parts)],
@@ -154,7 +155,7 @@ def _outcomes(report: Report) -> Figure:
         "Outcomes of training attempts",
         "By the time at which they ended. Infrastructure failures and unknown endings are replaced and train nothing.",
         charts.stacked(
-            [words.short_seconds(bucket.from_s) for bucket in buckets],
+            [words.axis_clock(bucket.from_s) for bucket in buckets],
             parts,
             words=lambda value: f"{value:g}",
             x_name="time since the start",
@@ -196,6 +197,6 @@ def _mismatch(report: Report) -> Figure:
     return Figure(
         "Agreement of trainer and engine",
         "k3 estimates per token, logarithmic: mismatch_kl on tokens of the trainer's own weights, divergence on all.",
-        charts.lines(series, words=words.small, log=True, limit=limit),
+        charts.lines(series, words=words.small, axis=words.axis_small, log=True, limit=limit),
         [(item.style, item.name) for item in series if item.points],
     )

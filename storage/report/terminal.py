@@ -14,6 +14,8 @@ PLOT_HEIGHT = 9
 PLOT_WIDTH = 60
 LAST_STEPS = 12
 LAST_VERSIONS = 6
+SHORT = {"generate": "gen", "wait_for_siblings": "siblings", "wait_for_batch": "pool"}
+"""Heads of columns that are narrower than the names of their parts."""
 
 
 def render_terminal(report: Report, console: Console) -> None:
@@ -21,7 +23,7 @@ def render_terminal(report: Report, console: Console) -> None:
     _headline(report, console)
     if curve := reward_plot(report):
         console.print(Text(curve))
-    for table in (_steps(report), _endings(report), _kinds(report), _publications(report)):
+    for table in (_steps(report), _endings(report), _kinds(report), _failures(report), _publications(report)):
         if table.row_count:
             console.print(table)
 
@@ -38,6 +40,8 @@ def _headline(report: Report, console: Console) -> None:
         "off-policy steps": f"mean {small(means.off_policy_steps)}, most {small(means.off_policy_steps_max)}",
         "mismatch_kl": f"mean {small(means.mismatch_kl)}, most {small(means.mismatch_kl_max)}",
         "weight sync": f"publish {words.seconds(means.publish_latency_s)}, pause {words.seconds(means.pause_s)}",
+        "tokens": f"{words.thousands(means.sampled_tokens)} sampled, "
+        f"{words.share(means.cache_hit_share)} of prompt tokens from cache",
         "groups": f"{report.groups.closed} closed, {report.groups.trained} trained"
         + "".join(f", {count} {words.plain(reason)}" for reason, count in report.groups.dropped.items()),
     }
@@ -79,7 +83,7 @@ def reward_plot(report: Report) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
@@ -87,16 +91,16 @@ def _table(title: str, *columns: str) -> Table:
 
 def _steps(report: Report) -> Table:
     names = [name for name in TIME_PARTS if any(name in step.time for step in report.steps)]
-    heads = ("step", "reward", "episodes", "to batch", *map(words.plain, names), "age", "mismatch_kl")
     title = "Steps" if len(report.steps) <= LAST_STEPS else f"Last {LAST_STEPS} of {len(report.steps)} steps"
-    table = _table(f"{title} (seconds are means of the batch's episodes)", *heads)
+    heads = ("step", "reward", "episodes", "total", *(SHORT.get(name, name) for name in names), "age", "mismatch")
+    table = _table(f"{title}; seconds from batch to batch, and means of its episodes", *heads)
     for step in report.steps[-LAST_STEPS:]:
+        spent = [step.time.get(name) for name in ("to_trainable_batch", *names)]
         table.add_row(
             str(step.step),
             words.reward(step.reward),
             str(step.episodes),
-            words.seconds(step.time.get("to_trainable_batch")),
-            *(words.seconds(step.time.get(name)) for name in names),
+            *map(words.bare_seconds, spent),
             words.small(step.metrics.get("off_policy/steps")),
             words.small(step.metrics.get("mismatch_kl/mean")),
         )
@@ -123,6 +127,21 @@ def _kinds(report: Report) -> Table:
     for item in report.kinds:
         row = (item.use, item.kind, str(item.episodes), str(item.valid), words.reward(item.mean_reward))
         table.add_row(*row)
+    return table
+
+
+def _failures(report: Report) -> Table:
+    table = Table(
+        title="Failures that were ours",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in ("ended as", "why", "attempts", "for example"):
+        table.add_column(column, overflow="fold", no_wrap=column == "ended as")
+    for item in report.failures:
+        table.add_row(words.plain(item.stop_reason), Text(item.why), str(item.attempts), Text(item.example))
     return table
 
 

@@ -55,8 +55,32 @@ def plain(name: str) -> str:
     return name.replace("_", " ")
 
 
-def short_seconds(value: float) -> str:
-    """For an axis: `40s`, `12m`, `3h`."""
+def axis_seconds(value: float) -> str:
+    """A duration, short, for an axis: `0`, `0.5 s`, `40 s`, `1.5 min`, `3.2 h`."""
     if value < 100:
-        return f"{value:.0f}s"
-    return f"{value / 60:.0f}m" if value < 6000 else f"{value / 3600:.1f}h"
+        return f"{value:.3g} s" if value else "0"
+    return f"{value / 60:.3g} min" if value < 6000 else f"{value / 3600:.3g} h"
+
+
+def axis_clock(value: float) -> str:
+    """A moment since the start, for an axis: `0:40`, `12:05`, and `3h05` from an hour on."""
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def axis_small(value: float) -> str:
+    """Short, for a logarithmic axis: `0.01`, `1e-4`."""
+    return f"{value:g}" if value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def bare_seconds(value: float | None) -> str:
+    """Under a head that says seconds."""
+    return NONE if value is None else f"{value:.1f}"
+
+
+def versions(low: int | None, high: int | None) -> str:
+    return NONE if low is None else str(low) if low == high else f"{low} to {high}"
+
+
+def thousands(value: int) -> str:
+    return f"{value:,}".replace(",", "\u202f")
