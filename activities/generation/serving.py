@@ -37,11 +37,13 @@ async def serve(client: EngineClient, spec: EngineSpec, home: Path, *, wait_s: f
     Raises EngineError with the engine's own words when its server ends again and again or does not answer in time.
     """
     name = client.info.name
-    if read_spec(home, name) != spec:
+    before = read_spec(home, name)
+    if before != spec:
         Desired.path(home, name).unlink(missing_ok=True)
         spec_path(home, name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(spec_path(home, name), spec.model_dump_json())
-        end_server(home, name)
+        if before is not None:
+            end_server(home, name)
     elif await _answers(client, spec):
         return False
     started, seen = time.monotonic(), set[int]()

@@ -9,13 +9,15 @@ text is for people and for the action. Called by the generate activity.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# At import, not at first use: two threads that resolve transformers' lazy names at once break each other.
-from transformers import AutoTokenizer
+# At import, not at first use: two threads that resolve transformers' lazy names at once break each other. And not
+# AutoTokenizer, which would bring torch into every rollout worker.
+from transformers import PreTrainedTokenizerFast
 
 from workflows.errors import InvalidConfig
 
@@ -24,6 +26,8 @@ Messages = Sequence[dict[str, str]]
 _QUESTION = {"role": "user", "content": "q"}
 _ANSWERS = ("a", "0 b")
 """Two answers without a common last character: no token of one can be the other's."""
+_READING = threading.Lock()
+"""The first answers of many episodes ask at once: one reads, the others find it read."""
 
 
 class Bridge(NamedTuple):
@@ -46,7 +50,8 @@ class Template:
     def load(cls, model: str) -> Template:
         """The template of a model folder, kept until its tokenizer changes. Raises InvalidConfig (final)."""
         stamps = [path.stat().st_mtime_ns for path in sorted(Path(model).glob("*token*"))]
-        return _load(model, tuple(stamps))
+        with _READING:
+            return _read(model, tuple(stamps))
 
     def initial(self, messages: Messages) -> list[int]:
         """Ids of the first prompt, generation prompt included. Raises InvalidConfig where BOS would come twice."""
@@ -90,14 +95,10 @@ class Template:
 
 
 @lru_cache(maxsize=4)
-def _load(model: str, _stamps: tuple[int, ...]) -> Template:
-    # Not AutoTokenizer where the folder holds the whole tokenizer: it would bring torch into every rollout worker.
-    if Path(model, "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast as Tokenizer
-    else:
-        from transformers import AutoTokenizer as Tokenizer
-
-    tokenizer = Tokenizer.from_pretrained(model, local_files_only=True)
+def _read(model: str, _stamps: tuple[int, ...]) -> Template:
+    if not Path(model, "tokenizer.json").is_file():
+        raise InvalidConfig(f"model: {model} has no tokenizer.json")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
     if tokenizer.chat_template is None:
         raise InvalidConfig(f"model: {model} has no chat template")
     return Template(tokenizer)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +104,12 @@ def test_a_template_without_an_end_of_turn_is_refused() -> None:
     plain = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
     with pytest.raises(InvalidConfig, match="special token"):
         Template(make_tokenizer(plain, eos="<|im_end|>"))
+
+
+def test_a_worker_that_only_generates_does_not_load_torch(tmp_path: Path) -> None:
+    make_tokenizer(CHATML, eos="<|im_end|>").save_pretrained(tmp_path)
+    program = (
+        "import sys; from activities.generation.activities import Template;"
+        f"Template.load({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
