@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, func
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlmodel import Session, create_engine
+from sqlmodel import Session, create_engine, select
 
 from workflows.errors import StorageError
 
@@ -22,8 +22,15 @@ MOST_CONNECTIONS = 40
 """Above the threads that asyncio.to_thread gives a worker, so that no activity waits for another's connection."""
 
 
+def with_driver(url: str) -> str:
+    """`postgresql://` and `postgres://` mean psycopg, the driver that Ratchet brings."""
+    scheme, mark, rest = url.partition("://")
+    return f"postgresql+psycopg{mark}{rest}" if scheme in ("postgresql", "postgres") else url
+
+
 def open_database(url: str) -> Engine:
     """An engine for `url`; the schema is brought up by storage/migrations, not here."""
+    url = with_driver(url)
     if not url.startswith("sqlite"):
         return create_engine(url, pool_pre_ping=True, max_overflow=MOST_CONNECTIONS)
     if path := url.removeprefix("sqlite:///"):
@@ -41,6 +48,14 @@ def open_database(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     return engine
+
+
+def one_at_a_time(opened: Session, name: str) -> None:
+    """Until its transaction ends, no other that names the same is beyond this call: what is read now stays true.
+
+    SQLite's transactions always go one at a time."""
+    if opened.get_bind().dialect.name == "postgresql":
+        opened.exec(select(func.pg_advisory_xact_lock(func.hashtext(name))))
 
 
 @contextmanager

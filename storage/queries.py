@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, SQLModel, col, select
 
+from storage.database import one_at_a_time
 from storage.tables import Batch, BatchMember, EngineLease, Episode, Evaluation, Group, PolicyVersion, Run, Task, Turn
 from workflows.contracts import EpisodeRecord, EvaluationResult, FailureType, GroupResult, RunState, TaskRef
 from workflows.errors import RatchetError, StorageError
@@ -116,6 +117,7 @@ def reserve_batch(
 
     Raises AlreadyReserved for an episode that another batch has, StorageError (final) for one without a valid row.
     """
+    one_at_a_time(opened, f"batches of {run}")
     if opened.get(Batch, batch_id) is not None:
         return len(members_of(opened, batch_id=batch_id))
     wanted = [(attempt, group.group_id) for group in groups for attempt in group.members]
@@ -150,6 +152,7 @@ def members_of(opened: Session, *, batch_id: str) -> list[BatchMember]:
 
 def lease_engines(opened: Session, *, run: str) -> str:
     """Lease the engines to `run`. The run that holds them where another does; empty when the lease is ours."""
+    one_at_a_time(opened, ENGINES)
     lease = opened.get(EngineLease, ENGINES)
     if lease is not None and lease.run != run:
         holder = opened.get(Run, lease.run)

@@ -12,7 +12,7 @@ from alembic import command
 from alembic.config import Config
 from filelock import FileLock
 
-from storage.database import open_database
+from storage.database import open_database, with_driver
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,7 @@ def config(url: str) -> Config:
     """Alembic's configuration for `url`."""
     made = Config()
     made.set_main_option("script_location", str(HERE))
-    made.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    made.set_main_option("sqlalchemy.url", with_driver(url).replace("%", "%%"))
     return made
 
 

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from sqlmodel import Session
+from sqlmodel import Session, SQLModel
 
 from storage import queries
 from storage.tables import (
@@ -44,6 +44,8 @@ class MadeRun:
     def __post_init__(self) -> None:
         self.random = random.Random(5)
         self.numbers = iter(range(10_000))
+        self.later: list[SQLModel] = []
+        """Rows whose episodes are not in the database yet."""
 
     def write(self) -> None:
         self.opened.add(
@@ -120,6 +122,10 @@ class MadeRun:
             self.dropped_group(step, "no_signal")
         if step % 7 == 0:
             self.lost_group(step)
+        self.opened.flush()
+        self.opened.add_all(self.later)
+        self.opened.flush()
+        self.later.clear()
         self.publish(step)
         if self.evaluations and step == 8:
             self.evaluate(step)
@@ -135,7 +141,7 @@ class MadeRun:
             episode = self.episode(f"{group}/e{index}", group, task, reward, step, at)
             place = position * self.siblings + index
             advantage = (reward - mean) / 0.48
-            self.opened.add(
+            self.later.append(
                 BatchMember(episode=episode, batch=batch, group_id=group, position=place, advantage=advantage)
             )
 
@@ -210,9 +216,8 @@ class MadeRun:
             ended_at=at - self.random.random() * 8,
         )
         self.opened.add(made)
-        self.opened.flush()
         for turn in range(2):
-            self.opened.add(
+            self.later.append(
                 Turn(
                     episode=made.id,
                     turn=turn,

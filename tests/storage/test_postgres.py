@@ -1,0 +1,144 @@
+"""The same lineage on a real PostgreSQL server, where the machine has one installed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine
+from sqlmodel import select
+
+from storage import queries
+from storage.database import open_database, session
+from storage.migrations import migrate
+from storage.report import build_report
+from storage.tables import BatchMember, Episode, Turn
+from tests.storage import rows
+from tests.storage.made_run import MadeRun
+from workflows.errors import StorageError
+
+ROOT = Path(__file__).parents[2]
+SERVER, INITDB = shutil.which("postgres"), shutil.which("initdb")
+THREADS = 8
+
+
+def server_user() -> str | None:
+    """PostgreSQL refuses to run as root."""
+    if os.getuid() != 0:
+        return pwd.getpwuid(os.getuid()).pw_name
+    return "postgres" if any(entry.pw_name == "postgres" for entry in pwd.getpwall()) else None
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The URL of a fresh server that listens on a socket in its own folder; its schema is not there yet."""
+    user = server_user()
+    if not SERVER or not INITDB or not user:
+        pytest.skip("no PostgreSQL server on this machine")
+    folder = Path(tempfile.mkdtemp(prefix="ratchet-pg-"))
+    shutil.chown(folder, user)
+    subprocess.run(
+        [INITDB, "-D", folder / "data", "-A", "trust", "-U", "ratchet", "-N"],
+        user=user,
+        check=True,
+        capture_output=True,
+    )
+    server = subprocess.Popen(
+        [SERVER, "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"],
+        user=user,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (folder / ".s.PGSQL.5432").exists():
+            assert time.monotonic() < deadline and server.poll() is None
+            time.sleep(0.05)
+        yield f"postgresql://ratchet@/postgres?host={folder}"
+    finally:
+        server.terminate()
+        server.wait(30)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def postgres(url: str) -> Iterator[Engine]:
+    """The schema, made by two processes at once."""
+    code = f"from storage.migrations import migrate; migrate({url!r})"
+    started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait(60) for process in started] == [0, 0]
+    migrate(url)
+    engine = open_database(url)
+    yield engine
+    engine.dispose()
+
+
+def test_rows_are_written_once_and_reports_are_built(postgres: Engine) -> None:
+    with session(postgres) as opened:
+        MadeRun(opened, run="made", steps=2).write()
+    with session(postgres) as opened:
+        report = build_report(opened, "made")
+        assert report.evaluation.first is not None and len(report.steps) == 2
+        assert len(queries.episodes_behind(opened, run="made", version=2)) == 128
+        rows.put_run(opened, "twice")
+        for _ in range(2):
+            queries.put_episode(opened, record=rows.record("twice/g0/e0/a0", turns=3))
+        assert len(opened.exec(select(Turn).where(Turn.episode == "twice/g0/e0/a0")).all()) == 3
+        assert len(opened.exec(select(Episode).where(Episode.run == "twice")).all()) == 1
+
+
+def test_of_threads_that_want_the_same_groups_one_gets_them_and_the_others_are_told(postgres: Engine) -> None:
+    with session(postgres) as opened:
+        rows.put_run(opened, "race")
+        group = rows.put_group_with_episodes(opened, run="race")
+    refused: list[StorageError] = []
+    gate = threading.Barrier(THREADS)
+
+    def reserve(step: int) -> None:
+        gate.wait()
+        try:
+            with session(postgres) as opened:
+                queries.reserve_batch(
+                    opened, batch_id=f"race/b{step}", run="race", step=step, policy_version=0, groups=[group], waited={}
+                )
+        except StorageError as error:
+            refused.append(error)
+
+    together([threading.Thread(target=reserve, args=(step + 1,)) for step in range(THREADS)])
+    assert [type(error) for error in refused] == [queries.AlreadyReserved] * (THREADS - 1)
+    with session(postgres) as opened:
+        assert len(opened.exec(select(BatchMember).where(BatchMember.group_id == "race/g0")).all()) == 2
+
+
+def test_of_runs_that_want_the_engines_at_once_one_gets_them(postgres: Engine) -> None:
+    runs = [f"wants-{number}" for number in range(THREADS)]
+    with session(postgres) as opened:
+        for run in runs:
+            rows.put_run(opened, run)
+    holders: list[str] = []
+    gate = threading.Barrier(THREADS)
+
+    def lease(run: str) -> None:
+        gate.wait()
+        with session(postgres) as opened:
+            holders.append(queries.lease_engines(opened, run=run))
+
+    together([threading.Thread(target=lease, args=(run,)) for run in runs])
+    assert holders.count("") == 1 and len(set(holders)) == 2
+
+
+def together(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)

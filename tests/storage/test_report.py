@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from statistics import median
+
+import pytest
+from rich.console import Console
+from sqlalchemy import Engine
+
+from storage import queries
+from storage.database import open_database, session
+from storage.migrations import migrate
+from storage.report import Report, build_report, render_html, render_terminal
+from storage.tables import Batch, Run
+from tests.storage.conftest import MakeRun
+from tests.storage.made_run import MadeRun
+
+COLUMNS = 100
+VOID = {"meta", "br", "hr", "img", "link", "input", "line", "circle", "rect", "polyline"}
+
+
+def report_of(database: Engine, run: str) -> Report:
+    with session(database) as opened:
+        return build_report(opened, run)
+
+
+def terminal(report: Report) -> str:
+    out = io.StringIO()
+    render_terminal(report, Console(file=out, width=COLUMNS))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+    """Of the whole hand-made run."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('report') / 'lineage.db'}"
+    migrate(url)
+    engine = open_database(url)
+    with session(engine) as opened:
+        MadeRun(opened).write()
+    yield report_of(engine, "shell-demo")
+    engine.dispose()
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(database: Engine, make_run: MakeRun) -> None:
+    make_run(steps=0)
+    with pytest.raises(queries.NotFound, match="no run 'x'; the latest are: shell-demo"):
+        report_of(database, "x")
+
+
+def test_every_figure_is_what_the_rows_add_up_to(report: Report) -> None:
+    assert (report.step, report.steps_planned, report.seconds) == (15, 15, 375)
+    assert (report.evaluation.first, report.evaluation.last) == pytest.approx((0.2194, 0.8031), abs=1e-4)
+    assert [point.version for point in report.evaluation.versions] == [0, 8, 15]
+    assert {step.episodes for step in report.steps} == {64} and {step.groups for step in report.steps} == {8}
+    assert report.outcomes["train"]["infra_failure"] == report.stop_reasons["train"]["sandbox_lost"] == 6
+    assert sum(report.outcomes["train"].values()) == 15 * 64 + 3 * 8 + 2 * 3
+    assert report.groups.closed == 125 and report.groups.trained == report.groups.eligible == 120
+    assert report.groups.dropped == {"no_signal": 3, "too_few_valid": 2} and report.groups.replaced_attempts == 6
+    assert report.summary.infra_share == pytest.approx(6 / 990)
+    assert report.summary.cache_hit_share == pytest.approx((16 + 96) / (100 + 160))
+    assert report.summary.sampled_tokens == 990 * 34
+    (failure,) = report.failures
+    assert failure.attempts == 6 and failure.why == "sandbox_lost: the daemon of host local went away"
+    assert len(report.publications) == 16 and report.publications[1].publish_latency_s == 0.51
+    unproven = [
+        (item.version, load.engine, load.why) for item in report.publications for load in item.loads if load.why
+    ]
+    assert unproven == [(9, "local-e1", "checksum of lm_head.weight differs")]
+
+
+def test_the_lead_metric_leaves_out_the_first_batch_that_waited_for_the_start(report: Report) -> None:
+    waits = [step.time["to_trainable_batch"] for step in report.steps]
+    assert report.summary.time_to_trainable_batch_s == median(waits[1:])
+    assert max(waits) == waits[0]
+    assert set(report.summary.time_parts_s) == {
+        "queue",
+        "boot",
+        "generate",
+        "act",
+        "verify",
+        "wait_for_siblings",
+        "wait_for_batch",
+    }
+
+
+def test_the_last_batches_name_their_episodes_and_the_version_that_they_made(report: Report) -> None:
+    assert [(batch.step, batch.version) for batch in report.last_batches] == [(13, 13), (14, 14), (15, 15)]
+    member = report.last_batches[-1].members[0]
+    assert re.fullmatch(r"shell-demo/g\d+/e0/a0", member.attempt_id) and member.advantage is not None
+
+
+def test_a_step_without_tokens_of_the_trainers_own_weights_has_no_mismatch_and_json_no_nan(
+    database: Engine, make_run: MakeRun
+) -> None:
+    run = make_run(steps=2)
+    with session(database) as opened:
+        batch = opened.get(Batch, f"{run}/b2")
+        assert batch is not None
+        batch.metrics = {"mismatch_kl/tokens": 0.0, "mismatch_kl/mean": 0.0, "loss": float("inf")}
+        opened.add(batch)
+    made = report_of(database, run)
+    assert "mismatch_kl/mean" not in made.steps[1].metrics and made.steps[1].metrics["loss"] is None
+    assert made.summary.mismatch_kl == made.steps[0].metrics["mismatch_kl/mean"]
+    json.loads(made.model_dump_json(), parse_constant=lambda name: pytest.fail(name))
+
+
+STATES = {
+    "finished": {"steps": 2},
+    "without evaluations": {"steps": 2, "evaluations": False},
+    "without a batch": {"steps": 0, "evaluations": False, "state": "starting"},
+    "failed": {"steps": 3, "state": "failed", "reason": "TrainerFailed: the loss is <nan> & [bold]worse[/bold]"},
+    "running": {"steps": 1, "state": "running"},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_run_in_any_state_reads_in_json_terminal_and_page(database: Engine, make_run: MakeRun, name: str) -> None:
+    fields = STATES[name]
+    report = report_of(database, make_run(**fields))
+    assert Report.model_validate_json(report.model_dump_json()) == report
+    shown, page = terminal(report), render_html(report)
+    assert max(map(len, shown.splitlines())) <= COLUMNS
+    assert report.run in shown and report.run in page
+    assert report.reason in shown.replace("\n", "")
+    if not fields.get("evaluations", True):
+        assert (report.evaluation.first, report.evaluation.last) == (None, None)
+    if name == "failed":
+        assert "&lt;nan&gt; &amp; [bold]worse" in page and "<nan>" not in page
+
+
+def test_a_run_that_has_only_begun_has_a_report(database: Engine) -> None:
+    with session(database) as opened:
+        opened.add(Run(id="r", state="starting", config={"model": "tiny"}, mode="sync", seed=0, started_at=1.0))
+    report = report_of(database, "r")
+    assert "No update yet" in render_html(report)
+    assert "0 of 20" in terminal(report)
+
+
+def test_the_terminal_draws_rewards_and_marks_held_out_points(report: Report) -> None:
+    shown = terminal(report)
+    curve = [line for line in shown.splitlines() if "┤" in line or "│" in line]
+    assert sum(line.count("◆") for line in curve) == 3
+    assert sum(line.count("·") for line in curve) >= 12
+    assert max(map(len, shown.splitlines())) <= COLUMNS and "…" not in shown
+
+
+class Page(HTMLParser):
+    """Whether tags close in order, and every attribute that could make a browser ask for something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.asks: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.asks += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def test_the_page_asks_nothing_of_anybody(report: Report) -> None:
+    text = render_html(report)
+    page = Page(text)
+    assert page.open == []
+    assert [ask for ask in page.asks if "href=#" not in ask] == []
+    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)\S+", text) == []
+    assert not re.search(r"<script|@import|url\(|<link|<iframe", text)
+
+
+def test_the_page_is_for_light_and_dark_phones_and_keyboards(report: Report) -> None:
+    text = render_html(report)
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and ":focus-visible" in text
+    assert len(re.findall(r"<svg [^>]*role=\"img\" aria-label=\"[^\"]+\"", text)) == text.count("<svg") == 5
+    scrolling = re.findall(r'<div class="scroll[^>]*>', text)
+    assert scrolling and all('tabindex="0"' in tag for tag in scrolling)
