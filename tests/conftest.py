@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -61,11 +62,18 @@ def object_store(s3_endpoint: tuple[str, str, str]) -> ObjectStore:
     return store
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty SQLite file with the migrations applied, to copy."""
+    path = tmp_path_factory.mktemp("database") / "empty.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Engine]:
+def database(tmp_path: Path, migrated: Path) -> Iterator[Engine]:
     """A fresh SQLite file with the migrations applied."""
-    url = f"sqlite:///{tmp_path / 'lineage.db'}"
-    migrate(url)
-    engine = open_database(url)
+    path = shutil.copy(migrated, tmp_path / "lineage.db")
+    engine = open_database(f"sqlite:///{path}")
     yield engine
     engine.dispose()
