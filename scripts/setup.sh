@@ -34,5 +34,6 @@ echo "installing for $hardware into .venv (several minutes the first time)"
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 [ -n "$UV_FIND_LINKS" ] || unset UV_FIND_LINKS
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-${PIP_DEFAULT_TIMEOUT:-180}}"
-.venv/bin/uv pip install --python .venv/bin/python -e ".[$hardware,smollm2,dev]"
+# An engine starts in half the time where its thousands of modules are compiled already.
+.venv/bin/uv pip install --compile-bytecode --python .venv/bin/python -e ".[$hardware,smollm2,dev]"
 touch .venv/.ratchet-installed
