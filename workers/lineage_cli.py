@@ -133,7 +133,7 @@ def _show_version(opened: Session, run: str, version: int) -> None:
             typer.echo(f"it came from the last checkpoint of {resumed}; see: ratchet lineage {resumed}")
         return
     batches = len({batch.id for batch, _, _ in rows})
-    typer.echo(f"version {version} of {run}: {len(rows)} episodes in {batches} batches trained it")
+    typer.echo(f"version {version} of {run}: {len(rows)} episodes in {batches} batch{'es' * (batches > 1)} trained it")
     table = _table("episode", "task", "reward", "advantage", "versions", "batch")
     for batch, member, episode in rows:
         values = (episode.id, episode.task, episode.reward, member.advantage, _versions(episode), batch.id)

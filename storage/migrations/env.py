@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alembic import context
-from sqlalchemy import create_engine
+from sqlalchemy import NullPool, create_engine
 from sqlmodel import SQLModel
 
 import storage.tables  # noqa: F401  (registers the tables)
@@ -18,7 +18,7 @@ if context.is_offline_mode():
     with context.begin_transaction():
         context.run_migrations()
 else:
-    with create_engine(url).connect() as connection:
+    with create_engine(url, poolclass=NullPool).connect() as connection:
         context.configure(connection=connection, target_metadata=SQLModel.metadata, render_as_batch=True)
         with context.begin_transaction():
             if connection.dialect.name == "postgresql":

@@ -99,9 +99,7 @@ def lines(
     if limit:
         y = frame.y(limit[1])
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="note" x="{WIDTH - RIGHT}" y="{y - 5:.1f}" text-anchor="end">{escape(limit[0])}</text>'
-        )
+        parts.append(f'<text class="value note" x="{LEFT + 6}" y="{y - 6:.1f}">{escape(limit[0])}</text>')
     for line in series:
         parts += _dots(frame, line, words) if line.dots else _line(frame, line, words, x_name)
     return _svg(parts, ", ".join(line.name for line in series))
