@@ -47,7 +47,7 @@ def database(settings: Settings) -> Engine:
     return open_database(settings.sql_url)
 
 
-def lineage(settings: Settings) -> LineageActivities:
+def lineage(settings: Settings, client: Client) -> LineageActivities:
     from activities.lineage.activities import LineageActivities
     from tasksets import open_taskset
 
@@ -57,6 +57,7 @@ def lineage(settings: Settings) -> LineageActivities:
         engines=settings.engine_infos,
         models_dir=settings.home_path / "models",
         open_taskset=open_taskset,
+        lives=run_control(client).lives,
     )
 
 

@@ -43,7 +43,7 @@ async def control(client: Client, settings: Settings, stack: AsyncExitStack) -> 
     from workflows.contracts import Queue
     from workflows.training_run import TrainingRun
 
-    lineage = parts.lineage(settings)
+    lineage = parts.lineage(settings, client)
     return [
         Worker(
             client,
@@ -66,7 +66,7 @@ async def rollout(client: Client, settings: Settings, stack: AsyncExitStack) -> 
 
     sandbox = await parts.sandbox(settings, stack)
     generation = await parts.generation(settings, stack)
-    lineage = parts.lineage(settings)
+    lineage = parts.lineage(settings, client)
     return [
         Worker(
             client,

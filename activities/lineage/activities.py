@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,10 +43,12 @@ from workflows.contracts import (
 from workflows.errors import InvalidConfig
 
 Result = TypeVar("Result")
+GONE = "its workflow ended without closing the run, as a terminated one does"
 
 
 class LineageActivities:
-    """`models_dir` holds the bootstrapped policies by name; `engines` are those of all hosts."""
+    """`models_dir` holds the bootstrapped policies by name; `engines` are those of all hosts; `lives` says whether a
+    run's workflow still runs, without which a run that an operator terminated keeps the engines."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class LineageActivities:
         engines: list[EngineInfo],
         models_dir: Path,
         open_taskset: Callable[[str], Taskset],
+        lives: Callable[[str], Awaitable[bool]] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
@@ -63,6 +66,7 @@ class LineageActivities:
         self._engines = engines
         self._models_dir = models_dir
         self._open_taskset = open_taskset
+        self._lives = lives
         self._now = now
 
     async def _write(self, work: Callable[[Session], Result]) -> Result:
@@ -177,9 +181,13 @@ class LineageActivities:
 
     @activity.defn(name="lease_engines")
     async def lease_engines(self, message: LeaseEnginesInput) -> LeaseEnginesOutput:
-        return LeaseEnginesOutput(
-            held_by=await self._write(lambda opened: queries.lease_engines(opened, run=message.run))
-        )
+        """Lease the engines where they are free; a holder whose workflow is gone, as one that an operator
+        terminated, could not free them and is closed here."""
+        held_by = await self._write(lambda opened: queries.lease_engines(opened, run=message.run))
+        if held_by and self._lives is not None and not await self._lives(held_by):
+            await self._close(CloseRunInput(run=held_by, state=RunState.FAILED, reason=GONE))
+            held_by = await self._write(lambda opened: queries.lease_engines(opened, run=message.run))
+        return LeaseEnginesOutput(held_by=held_by)
 
     @activity.defn(name="record_episode")
     async def record_episode(self, message: EpisodeRecord) -> None:
@@ -223,7 +231,10 @@ class LineageActivities:
     @activity.defn(name="close_run")
     async def close_run(self, message: CloseRunInput) -> None:
         """Write the run's end, free the engines, abort its unfinished uploads. A run that never opened has no row."""
+        await self._close(message)
+        await asyncio.to_thread(self._store.abort_uploads, f"runs/{message.run}/")
 
+    async def _close(self, message: CloseRunInput) -> None:
         def work(opened: Session) -> None:
             queries.release_engines(opened, run=message.run)
             row = opened.get(Run, message.run)
@@ -232,4 +243,3 @@ class LineageActivities:
                 opened.add(row)
 
         await self._write(work)
-        await asyncio.to_thread(self._store.abort_uploads, f"runs/{message.run}/")

@@ -1,4 +1,4 @@
-"""What a run asks the Temporal server about its own groups. Called by TrainingRun's watchdog."""
+"""What a run asks the Temporal server about its own workflows. Called by its watchdog and its engine lease."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class RunControlActivities:
     @activity.defn(name="closed_groups")
     async def closed_groups(self, message: ClosedGroupsInput) -> ClosedGroupsOutput:
         """Those of the groups whose workflow does not run any more, or never did."""
-        closed = [group_id for group_id in message.group_ids if not await self._runs(group_id)]
+        closed = [group_id for group_id in message.group_ids if not await self.lives(group_id)]
         return ClosedGroupsOutput(closed=closed)
 
-    async def _runs(self, workflow_id: str) -> bool:
+    async def lives(self, workflow_id: str) -> bool:
+        """Whether the workflow runs, in whichever of its executions."""
         try:
             description = await self._client.get_workflow_handle(workflow_id).describe()
         except RPCError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,7 @@ def url() -> Iterator[str]:
             time.sleep(0.05)
         yield f"postgresql://ratchet@/postgres?host={folder}"
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # ends open sessions, which SIGTERM waits for
         server.wait(30)
         shutil.rmtree(folder)
 
