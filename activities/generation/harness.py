@@ -25,10 +25,7 @@ from tasksets.base import Task
 from workflows.contracts import Action, ActionKind, ActOutput
 
 SYSTEM_PROMPT = (
-    "You work in a Linux shell. Reply with one command:\n"
-    "```bash\nls\n```\n"
-    "You will see its output. When the task is solved, reply with one line:\n"
-    "Answer: the result, or done"
+    "You use a Linux shell. Reply with one command:\n```bash\nls\n```\nWhen done, reply with:\nAnswer: RESULT"
 )
 
 REMINDER = "Reply with one ```bash block, or with one line that begins with Answer:"
