@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "vllm", "deepspeed", "docker", "aiodocker", "boto3", "sqlmodel", "sqlalchemy", "transformers", "numpy"]
 
 
@@ -16,3 +19,11 @@ def test_the_workflows_import_nothing_heavy() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_the_table_of_faults_names_tests_that_exist() -> None:
+    table = (ROOT / "docs" / "faults.md").read_text()
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", table)
+    assert len(named) > 40
+    assert [name for name in named if f"def {name}(" not in tests] == []
