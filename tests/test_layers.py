@@ -9,17 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "vllm", "deepspeed", "aiodocker", "boto3", "sqlmodel", "sqlalchemy", "transformers", "numpy"]
-    "torch",
-    "vllm",
-    "deepspeed",
-    "docker",
-    "aiodocker",
-    "boto3",
-    "sqlmodel",
-    "sqlalchemy",
-    "transformers",
-    "numpy",
-]
 
 
 def test_the_workflows_import_nothing_heavy() -> None:
