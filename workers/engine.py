@@ -18,7 +18,6 @@ from activities.generation.server import (
     EngineSpec,
     command,
     device,
-    engine_index,
     environment,
     pid_path,
     read_spec,
@@ -57,8 +56,7 @@ def main() -> None:
     spec = wait_for_spec(home, options.name)
     on = device()
     arguments = [sys.executable, *command(spec, options.port, on=on)]
-    cores = sorted(os.sched_getaffinity(0))
-    env = environment(inherited_environment(), index=engine_index(options.name), on=on, cores=cores)
+    env = environment(inherited_environment(), on=on, cores=len(os.sched_getaffinity(0)))
     log.info("%s: serving %s in %s, %d tokens of context", options.name, spec.model, spec.dtype, spec.context_length)
     sys.stdout.flush()
     os.execve(sys.executable, arguments, env)

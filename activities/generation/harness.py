@@ -28,7 +28,7 @@ SYSTEM_PROMPT = (
     "You use a Linux shell. Reply with one command:\n```bash\nls\n```\nWhen done, reply with:\nAnswer: RESULT"
 )
 
-REMINDER = "Reply with one ```bash block, or with one line that begins with Answer:"
+REMINDER = "Reply with one ```bash block, or with Answer:"
 
 _LANGUAGES = ("bash", "sh")
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>\S*)[ \t]*$")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.generation.server import EngineSpec, command, engine_index, environment, kv_cache_bytes
+from activities.generation.server import EngineSpec, command, environment, kv_cache_bytes
 from workflows.errors import InvalidConfig
 
 QWEN = {
@@ -56,15 +56,10 @@ def test_the_cache_holds_every_sequence_at_full_length_within_bounds(model: Path
     )
 
 
-def test_engines_of_a_cpu_box_get_a_core_each_from_the_last_one_down() -> None:
-    bound = [environment({}, index=index, on="cpu", cores=[0, 1, 2])["VLLM_CPU_OMP_THREADS_BIND"] for index in range(4)]
-    assert bound == ["2", "1", "0", "2"]
+def test_an_engine_on_a_cpu_box_leaves_half_its_threads_to_the_others() -> None:
+    threads = [environment({}, on="cpu", cores=cores)["OMP_NUM_THREADS"] for cores in (1, 2, 16)]
+    assert threads == ["1", "1", "8"]
 
 
 def test_a_gpu_engine_gets_no_cpu_settings() -> None:
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment({}, index=0, on="cuda", cores=[0])
-
-
-@pytest.mark.parametrize(("name", "index"), [("local-e0", 0), ("a-b-e12", 12), ("engine", 0)])
-def test_the_index_of_an_engine_is_the_number_of_its_name(name: str, index: int) -> None:
-    assert engine_index(name) == index
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment({}, on="cuda", cores=4)
