@@ -8,6 +8,7 @@ Called by the command line (`ratchet bootstrap`). Needs the extra `smollm2` (ggu
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -66,11 +67,9 @@ def _fetch(target: Path) -> Path:
 
 def _unpack(gguf: Path, out: Path) -> int:
     """Save the file's model, tokenizer and chat template under `out`; returns the number of parameters."""
-    try:
-        import accelerate  # noqa: F401
-        import gguf as _  # noqa: F401
-    except ImportError as error:
-        raise InvalidConfig(f"{error}: install the extra `smollm2`") from error
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidConfig(f"{', '.join(missing)} not found: install the extra `smollm2`")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
