@@ -69,6 +69,9 @@ class TrainingConfig(Section):
 
     steps: int = Field(20, ge=1, description="Updates to make.")
     learning_rate: float = Field(1e-6, gt=0, le=1, description="Peak learning rate of AdamW.")
+    final_learning_rate: float = Field(
+        1.0, gt=0, le=1, description="Share of the peak at the last update, to which it falls linearly; 1: no decay."
+    )
     warmup_steps: int = Field(2, ge=0, description="Updates of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping by global norm.")

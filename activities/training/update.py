@@ -171,6 +171,7 @@ def _optimize(
     training = config.training
     bounds = {"clip_low": training.clip_low, "clip_high": training.clip_high}
     rate = warmed_up(training.learning_rate, training.warmup_steps, trainer.updates)
+    rate *= decay(training.final_learning_rate, step, training.steps)
     losses, norms, clipped, padded = [], [], 0, 0
     minibatches = split_minibatches(len(batch), training.minibatches, seed=config.seed, step=step)
     for number, members in enumerate(minibatches):
@@ -219,6 +220,11 @@ def _optimize(
 def warmed_up(peak: float, warmup_updates: int, updates_done: int) -> float:
     """Learning rate of the next update: linear from peak / (warmup_updates + 1) to the peak, then constant."""
     return peak * min(1.0, (updates_done + 1) / (warmup_updates + 1))
+
+
+def decay(final: float, step: int, steps: int) -> float:
+    """Share of the peak learning rate at `step` of `steps`: linear from 1 at the first to `final` at the last."""
+    return 1 - (1 - final) * min(1.0, (step - 1) / max(1, steps - 1))
 
 
 def _batch_metrics(batch: list[Trajectory], advantages: dict[str, float]) -> dict[str, float]:

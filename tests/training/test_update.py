@@ -12,7 +12,7 @@ import torch
 from activities.training.batch import Trajectory, pad
 from activities.training.deepspeed_config import deepspeed_config
 from activities.training.engine import Trainer
-from activities.training.update import UpdateResult, make_update, warmed_up
+from activities.training.update import UpdateResult, decay, make_update, warmed_up
 from activities.training.work import Work
 from tests.training.test_loss import batch_of
 from workflows.config import RunConfig, TrainingConfig
@@ -152,3 +152,8 @@ def test_the_deepspeed_json_is_merged_over_the_defaults() -> None:
     assert merged["zero_optimization"] == {"stage": 3}
     assert merged["optimizer"]["params"] == {"lr": 1e-6, "weight_decay": 0.0, "betas": [0.8, 0.9], "torch_adam": True}
     assert merged["bf16"] == {"enabled": True}
+
+
+def test_the_learning_rate_falls_linearly_to_its_share_at_the_last_update() -> None:
+    assert [round(decay(0.1, step, 4), 3) for step in (1, 2, 3, 4, 9)] == [1.0, 0.7, 0.4, 0.1, 0.1]
+    assert decay(1.0, 3, 4) == 1.0 and decay(0.5, 1, 1) == 1.0
