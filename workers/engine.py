@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from activities.generation.server import (
     read_spec,
 )
 from workers.settings import Settings, inherited_environment
+from workers.stack.state import scratch_root
 
 LOOK_EVERY_S = 0.2
 
@@ -42,6 +44,16 @@ def wait_for_spec(home: Path, name: str) -> EngineSpec:
         time.sleep(LOOK_EVERY_S)
 
 
+def scratch_folder(home: Path, name: str) -> Path:
+    """Folder of the server's temporary files, short because its sockets lie there; what an earlier one left is gone.
+
+    `ratchet down` removes it (workers/stack/control.py)."""
+    folder = scratch_root(home) / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(description="Become the vLLM server of one engine.")
@@ -57,6 +69,10 @@ def main() -> None:
     on = device()
     arguments = [sys.executable, *command(spec, options.port, on=on)]
     env = environment(inherited_environment(), on=on, cores=len(os.sched_getaffinity(0)))
+    env |= {
+        "TMPDIR": str(scratch_folder(home, options.name)),
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "cache" / "inductor"),
+    }
     log.info("%s: serving %s in %s, %d tokens of context", options.name, spec.model, spec.dtype, spec.context_length)
     sys.stdout.flush()
     os.execve(sys.executable, arguments, env)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from workers.stack import logs, ports
 from workers.stack.parts import import_path
 from workers.stack.process import Process, read_pid_file, spawn
 from workers.stack.runner import retire
-from workers.stack.state import INFRASTRUCTURE, PARTS, Home, Ports, Stack
+from workers.stack.state import INFRASTRUCTURE, PARTS, Home, Ports, Stack, scratch_root
 from workers.stack.status import PartState, PartStatus, StackStatus
 from workers.supervisor import LOCKED, NAME
 
@@ -107,6 +108,7 @@ def down(home: Home, say: Say) -> bool:
         with ThreadPoolExecutor(max_workers=16) as pool:
             list(pool.map(lambda file: retire(file), files))
     home.status.unlink(missing_ok=True)
+    shutil.rmtree(scratch_root(home.path), ignore_errors=True)
     return supervisor is not None or bool(left)
 
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -72,6 +74,11 @@ class Stack(BaseModel):
             "engines": engines if self.has("vllm") else ambient.engines,
         }
         return self.model_copy(update={"settings": values})
+
+
+def scratch_root(home: Path) -> Path:
+    """Folder of the engines' temporary files: outside the state folder, whose path may be too long for a socket."""
+    return Path(tempfile.gettempdir()) / f"ratchet-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:8]}"
 
 
 class Home:
