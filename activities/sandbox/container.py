@@ -77,6 +77,9 @@ def create_config(
         "WorkingDir": "/",
         "Hostname": "sandbox",
         "Labels": labels,
+        # The runtime itself makes an empty network namespace with a loopback; the daemon's own way to the same costs
+        # as much time and CPU again.
+        "NetworkDisabled": True,
         "HostConfig": host,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 
@@ -15,6 +16,13 @@ pytestmark = pytest.mark.docker
 async def test_there_is_no_network(shared_box: Box) -> None:
     assert await shared_box.out("ls /sys/class/net") == "lo"
     assert (await shared_box("wget -T 2 -q -O - http://172.17.0.1:2375/ || nc -w 2 1.1.1.1 80")).exit_code != 0
+
+
+async def test_each_sandbox_has_a_loopback_of_its_own(sbxd_box: Box, exec_box: Box) -> None:
+    spaces = [await box.out("readlink /proc/self/ns/net") for box in (sbxd_box, exec_box)]
+    assert len({*spaces, os.readlink("/proc/self/ns/net")}) == 3
+    served = "nc -l -p 7000 -e echo hello & sleep 0.3; nc -w 2 127.0.0.1 7000 < /dev/null"
+    assert await sbxd_box.out(served) == "hello"
 
 
 async def test_an_agent_has_no_capability_and_gains_none(shared_box: Box) -> None:
