@@ -609,6 +609,9 @@ class CloseRunInput(Message):
     run: str
     state: RunState
     reason: str = ""
+    step: int | None = None
+    """The last step that was made durable; None for a run that never opened."""
+    policy_version: int | None = None
 
 
 class RunProgress(Message):

@@ -240,7 +240,13 @@ class TrainingRun:
         with suppress(ActivityError):
             await policies.call(
                 "close_run",
-                CloseRunInput(run=self._run, state=state, reason=self._reason),
+                CloseRunInput(
+                    run=self._run,
+                    state=state,
+                    reason=self._reason,
+                    step=self._carry.step if self._carry else None,
+                    policy_version=self._carry.policy_version if self._carry else None,
+                ),
                 type(None),
                 policies.CLEAN_UP,
                 summary=state,

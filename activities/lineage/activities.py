@@ -240,6 +240,10 @@ class LineageActivities:
             row = opened.get(Run, message.run)
             if row is not None and row.state not in queries.OVER:
                 row.state, row.reason, row.ended_at = message.state, message.reason, self._now()
+                if message.step is not None:
+                    row.step = message.step
+                if message.policy_version is not None:
+                    row.policy_version = message.policy_version
                 opened.add(row)
 
         await self._write(work)

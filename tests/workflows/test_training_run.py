@@ -50,7 +50,8 @@ async def test_a_run_makes_its_steps_and_evaluates_before_and_after(temporal: Cl
     assert status.evaluation_first is not None and status.evaluation_last is not None
     assert [message.version for message in world.calls["apply"]] == [0, 1, 2, 3]
     assert [message.result.version for message in world.calls["record_evaluation"]] == [0, 3]
-    assert world.calls["close_run"][-1].state is RunState.FINISHED
+    closed = world.calls["close_run"][-1]
+    assert (closed.state, closed.step, closed.policy_version) == (RunState.FINISHED, 3, 3)
     assert len(world.calls["sweep"]) == 1
 
 
