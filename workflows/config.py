@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     max_replacements: int = Field(4, ge=0, le=64, description="Attempts that a group may replace.")
     failure_reward: float = Field(0.0, description="Reward of endings that are the agent's fault and are not graded.")
     max_off_policy_steps: int = Field(1, ge=0, le=16, description="async: versions a batch may lag.")
-    refill: float = Field(2.0, ge=1, le=16, description="Groups per batch at most, in groups_per_batch.")
+    refill: float = Field(2.0, ge=1, le=16, description="Groups that may close for a batch, in groups_per_batch.")
 
     @field_validator("top_p")
     @classmethod

@@ -17,7 +17,7 @@ from workflows.contracts import GroupResult
 
 
 class PoolRules(BaseModel):
-    """What bounds the pool. `refill_limit`: groups admitted per batch at most."""
+    """What bounds the pool. `refill_limit`: groups that may close for a batch before it is cut with what there is."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,6 +41,7 @@ class ReadyPool(BaseModel):
     """Groups of the batch that is being trained; their slots free when its weights are applied."""
     dropped: dict[str, int] = {}
     admitted_for_batch: int = 0
+    closed_for_batch: int = 0
     without_valid: int = 0
     """Groups in a row that closed without a valid sibling."""
 
@@ -56,10 +57,8 @@ class ReadyPool(BaseModel):
             return self.wave
         if rules.waves and self.in_flight:
             return 0
-        return min(
-            rules.capacity - len(self.in_flight) - len(self.ready) - self.reserved,
-            rules.refill_limit - self.admitted_for_batch,
-        )
+        room = rules.capacity - len(self.in_flight) - len(self.ready) - self.reserved
+        return min(room, rules.refill_limit - self.admitted_for_batch) if rules.waves else room
 
     def admit(self, rules: PoolRules) -> int:
         """The number of the next group."""
@@ -76,6 +75,7 @@ class ReadyPool(BaseModel):
         if result.number not in self.in_flight:
             return False
         self.in_flight.remove(result.number)
+        self.closed_for_batch += 1
         self.without_valid = 0 if result.members else self.without_valid + 1
         if result.eligible:
             self.ready.append(result)
@@ -95,21 +95,23 @@ class ReadyPool(BaseModel):
         self.ready = fresh
 
     def batch_is_ready(self, rules: PoolRules) -> bool:
-        """A full batch; or what there is, once the admission for this batch is used up and all its groups closed."""
+        """A full batch; or what there is, once so many groups have closed for it as may."""
         if rules.waves and (self.in_flight or self.wave):
             return False
-        if len(self.ready) >= rules.groups_per_batch:
-            return True
-        return bool(self.ready) and self.spent(rules)
+        return len(self.ready) >= rules.groups_per_batch or (bool(self.ready) and self.spent(rules))
 
     def spent(self, rules: PoolRules) -> bool:
-        """No group is in flight and none may start for this batch."""
-        return not self.in_flight and self.admitted_for_batch >= rules.refill_limit
+        """So many groups have closed for this batch as may."""
+        return self.closed_for_batch >= rules.refill_limit and not (rules.waves and self.in_flight)
+
+    def another_round(self) -> None:
+        """As many groups again may close for the batch."""
+        self.admitted_for_batch = self.closed_for_batch = 0
 
     def cut(self, rules: PoolRules) -> list[GroupResult]:
         """The oldest eligible groups, at most a batch of them. `trained` frees their slots."""
         batch, self.ready = self.ready[: rules.groups_per_batch], self.ready[rules.groups_per_batch :]
-        self.admitted_for_batch = len(self.in_flight) + len(self.ready)
+        self.admitted_for_batch = self.closed_for_batch = len(self.ready)
         self.reserved = len(batch)
         return batch
 

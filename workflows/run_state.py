@@ -37,7 +37,7 @@ class Carry(BaseModel):
         return PoolRules(
             groups_per_batch=rollout.groups_per_batch,
             capacity=self.config.capacity,
-            refill_limit=max(int(rollout.refill * rollout.groups_per_batch), self.config.capacity),
+            refill_limit=int(rollout.refill * rollout.groups_per_batch),
             max_in_flight=max(1, self.config.max_concurrent_episodes // rollout.group_size),
             max_off_policy_steps=rollout.max_off_policy_steps if self.config.mode == "async" else 0,
             waves=self.config.mode == "sync",

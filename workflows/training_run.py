@@ -182,7 +182,7 @@ class TrainingRun:
                 if carry.pool.batch_is_ready(carry.rules):
                     carry.empty_batches = 0
                     return True
-                if carry.pool.spent(carry.rules) and not self._another_round():
+                if carry.pool.spent(carry.rules) and not carry.pool.ready and not self._another_round():
                     return False
             seen, paused = self._reports, carry.paused
 
@@ -201,7 +201,7 @@ class TrainingRun:
         """Admit another batch's worth of groups where none gave a signal; False after too many of those."""
         carry = self._state_now
         carry.empty_batches += 1
-        carry.pool.admitted_for_batch = 0
+        carry.pool.another_round()
         if carry.empty_batches < MAX_EMPTY_BATCHES:
             return True
         self._reason = (

@@ -72,8 +72,8 @@ def test_a_group_beyond_the_version_limit_is_held_out_and_counted() -> None:
 
 def test_a_short_batch_is_cut_when_the_refill_is_used_up() -> None:
     pool, bounds = ReadyPool(), rules(capacity=2, refill_limit=4)
-    while numbers := fill(pool, bounds):
-        for number in numbers:
+    while not pool.batch_is_ready(bounds):
+        for number in fill(pool, bounds):
             pool.close(closed(number, eligible=number == 0))
     assert pool.spent(bounds) and pool.batch_is_ready(bounds)
     assert [group.number for group in pool.cut(bounds)] == [0]
