@@ -30,7 +30,11 @@ class Detour:
 
 def draw_transcript(rng: random.Random, fault_rate: float) -> list[dict[str, str]]:
     """One conversation about a task of the training split, as messages. `fault_rate`: chance of a mistake per turn."""
-    task = draw_task(rng.choice(list(KINDS)), rng)
+    return transcript(draw_task(rng.choice(list(KINDS)), rng), rng, fault_rate)
+
+
+def transcript(task: Task, rng: random.Random, fault_rate: float) -> list[dict[str, str]]:
+    """One conversation about `task`, which must be of the taskset `shell`."""
     return _Writer(task, rng, fault_rate).write()
 
 

@@ -14,7 +14,8 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def bootstrap_tiny(out: Path, seed: int = 0, progress: Progress = lambda line: N
         making = Path(folder) / "policy"
         tokenizer = build_tokenizer()
         tokenizer.save_pretrained(making)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _one_thread():
             torch.manual_seed(seed)
             model = build_model(tokenizer)
             loss = warm_start(model, tokenizer, seed, progress)
@@ -80,6 +81,17 @@ def bootstrap_tiny(out: Path, seed: int = 0, progress: Progress = lambda line: N
         making.rename(out)
     progress(f"made {out} with {provenance['parameters']} parameters in {time.monotonic() - started:.0f} s")
     return out
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, whatever the machine's cores: the weights depend on the seed alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build_tokenizer() -> Any:
