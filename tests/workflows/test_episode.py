@@ -211,23 +211,27 @@ async def test_a_group_replaces_up_to_its_budget_and_is_dropped_when_short(tempo
             raise final(FailureType.SANDBOX)
 
     world.fail = lose
-    group = GroupInput(
-        run=unique("run"),
-        number=3,
-        model="/m",
-        task=TASK_REF,
-        group_size=2,
-        max_replacements=2,
-        limits=limits(),
-        seed=1,
-        report_to="nobody",
-    )
+    group = group_of_two(max_replacements=2)
     result = await client_group(temporal, group)
     assert (result.eligible, result.reason, result.replaced) == (False, "short_group", 2)
     assert result.outcomes == {"infra_failure": 3, "model_success": 1}
     assert result.members == [f"{group.group_id}/e1/a0"]
     seeds = {message.seed for message in world.calls["generate"] if "/e0/" in message.attempt_id and message.turn == 0}
     assert len(seeds) == 1, "a replacement plays with its sibling's seed"
+
+
+def group_of_two(*, max_replacements: int) -> GroupInput:
+    return GroupInput(
+        run=unique("run"),
+        number=3,
+        model="/m",
+        task=TASK_REF,
+        group_size=2,
+        max_replacements=max_replacements,
+        limits=limits(),
+        seed=1,
+        report_to="nobody",
+    )
 
 
 async def client_group(client: Client, group: GroupInput) -> GroupResult:
@@ -238,17 +242,7 @@ async def client_group(client: Client, group: GroupInput) -> GroupResult:
 
 
 async def test_search_attributes_name_the_task(temporal: Client, world: World) -> None:
-    group = GroupInput(
-        run=unique("run"),
-        number=0,
-        model="/m",
-        task=TASK_REF,
-        group_size=2,
-        max_replacements=0,
-        limits=limits(),
-        seed=1,
-        report_to="nobody",
-    )
+    group = group_of_two(max_replacements=0)
     await client_group(temporal, group)
     description = await temporal.get_workflow_handle(f"{group.group_id}/e0/a0").describe()
     assert description.typed_search_attributes[TASK] == "count-0001"
