@@ -11,13 +11,14 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test check down clean
+.PHONY: help setup demo chaos test check down clean
 
 help:
 	@echo "make setup                         the virtual environment and Docker"
 	@echo "make demo [MODEL=tiny|smollm2] [SEED=0]   a whole training run on this machine"
 	@echo "make check                         lint, format, types, layers"
 	@echo "make test                          all tests"
+	@echo "make chaos                         a run that is hit every few seconds, for 20 minutes"
 	@echo "make down                          stop the stack"
 	@echo "make clean                         stop the stack, remove its state and the virtual environment"
 
@@ -30,14 +31,21 @@ $(INSTALLED): pyproject.toml scripts/setup.sh
 demo: setup
 	scripts/demo.sh "$(MODEL)" "$(SEED)"
 
+# 20 minutes of hits on a real run, after the same run undisturbed.
+chaos: setup
+	CHAOS_STEPS=$${CHAOS_STEPS:-100} CHAOS_EVERY=$${CHAOS_EVERY:-20} CHAOS_HITS=$${CHAOS_HITS:-60} CHAOS_MOST=100000 \
+	  CHAOS_RATIO=$${CHAOS_RATIO:-0.8} CHAOS_ENGINES=$${CHAOS_ENGINES:-2} $(BIN)/pytest tests/chaos -s
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two processes share the parts' own tests; then a real stack has the machine to itself.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not e2e" -n 2 --dist loadscope
+	$(BIN)/pytest -m e2e
 
 down:
 	@if [ -x $(BIN)/ratchet ]; then $(BIN)/ratchet down; fi

@@ -7,19 +7,19 @@ cd "$(dirname "$0")/.."
 model=${1:-tiny}
 seed=${2:-0}
 case $model in
-  tiny) example=examples/runs/shell.json ;;
-  smollm2) example=examples/runs/smollm2.json ;;
+  tiny) policy=tiny example=examples/runs/shell.json ;;
+  smollm2) policy=smollm2-shell example=examples/runs/smollm2.json ;;
   *) echo "MODEL is tiny or smollm2, not $model" >&2; exit 2 ;;
 esac
 
 ratchet=.venv/bin/ratchet
 "$ratchet" up
 eval "$("$ratchet" env)"
-"$ratchet" bootstrap "$model"
+"$ratchet" bootstrap "$policy"
 
 run="demo-$model-$(date -u +%Y%m%d-%H%M%S)"
 input="$RATCHET_HOME/runs/$run.json"
-.venv/bin/python scripts/run_input.py "$example" --set "model=$model" --set "seed=$seed" >"$input"
+.venv/bin/python scripts/run_input.py "$example" --set "model=$policy" --set "seed=$seed" >"$input"
 
 start=(temporal workflow start --address "$TEMPORAL_ADDRESS" --task-queue control --type TrainingRun
   --workflow-id "$run" --input-file "$input")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, event, func
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NotSupportedError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session, create_engine, select
 
@@ -60,12 +60,13 @@ def one_at_a_time(opened: Session, name: str) -> None:
 
 @contextmanager
 def session(engine: Engine) -> Iterator[Session]:
-    """One short transaction. Database failures come out as StorageError."""
+    """One short transaction. Database failures come out as StorageError, final for what is wrong with the statement."""
     try:
         with Session(engine, expire_on_commit=False) as opened:
             yield opened
             opened.commit()
     except DBAPIError as error:
-        raise StorageError(f"database: {error.orig}") from error
+        final = isinstance(error, DataError | IntegrityError | NotSupportedError | ProgrammingError)
+        raise StorageError(f"database: {error.orig}", retryable=not final) from error
     except PoolTimeout as error:
         raise StorageError(f"database: {error}") from error

@@ -10,15 +10,37 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workflows.errors import StorageError
 
 if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
     from mypy_boto3_s3 import S3Client
 
 MULTIPART_BYTES = 64 * 1024 * 1024
+PASSING = ("RequestTimeout", "ExpiredToken", "RequestTimeTooSkewed")
+"""Codes of refusals that pass though their status says that the request is at fault."""
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    key: str
+    bytes: int
+    modified: float
+    """Seconds since the epoch, the server's clock."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An unfinished multipart upload."""
+
+    key: str
+    upload_id: str
+    started: float
+    """Seconds since the epoch, the server's clock."""
 
 
 class MissingObject(StorageError):
@@ -111,10 +133,15 @@ class ObjectStore:
 
     def keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, bytes) of every object below `prefix`, in key order."""
+        for item in self.objects(prefix):
+            yield item.key, item.bytes
+
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
+        """Every object below `prefix`, in key order."""
         with _named("list", prefix):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
                 for item in page.get("Contents", []):
-                    yield item["Key"], item["Size"]
+                    yield StoredObject(item["Key"], item["Size"], item["LastModified"].timestamp())
 
     def delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -123,16 +150,26 @@ class ObjectStore:
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort unfinished multipart uploads below `prefix`; how many there were."""
+        uploads = self.uploads(prefix)
+        for upload in uploads:
+            self.abort_upload(upload)
+        return len(uploads)
+
+    def uploads(self, prefix: str) -> list[Upload]:
+        """Unfinished multipart uploads below `prefix`, the first thousand."""
         try:
             with _named("list uploads", prefix):
                 listed = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix)
         except MissingObject:
-            return 0
-        uploads = listed.get("Uploads", [])
-        for item in uploads:
-            with _named("abort upload", item["Key"]):
-                self._client.abort_multipart_upload(Bucket=self.bucket, Key=item["Key"], UploadId=item["UploadId"])
-        return len(uploads)
+            return []
+        return [
+            Upload(item["Key"], item["UploadId"], item["Initiated"].timestamp()) for item in listed.get("Uploads", [])
+        ]
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Raises MissingObject where it is finished or aborted."""
+        with _named("abort upload", upload.key):
+            self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id)
 
 
 def _transfer() -> Any:
@@ -143,9 +180,10 @@ def _transfer() -> Any:
 
 @contextmanager
 def _named(verb: str, key: str) -> Iterator[None]:
-    """Name what crosses this boundary: a missing key is final, everything else may pass."""
+    """Name what crosses this boundary: a missing key or a refused request is final, everything else may pass; so may
+    a fault of this machine's disk in the midst of a transfer."""
     from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
 
     try:
         yield
@@ -154,7 +192,14 @@ def _named(verb: str, key: str) -> Iterator[None]:
         # rclone answers NoSuchUpload where it has no multipart upload to list.
         if code in ("404", "NoSuchKey", "NotFound", "NoSuchUpload"):
             raise MissingObject(f"{verb} {key}: no such object") from error
-        final = code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket")
-        raise StorageError(f"{verb} {key}: {code or error}", retryable=not final) from error
-    except (BotoCoreError, Boto3Error) as error:
+        raise StorageError(f"{verb} {key}: {code or error}", retryable=_may_pass(error, code)) from error
+    except (NoCredentialsError, ParamValidationError) as error:
+        raise StorageError(f"{verb} {key}: {error}", retryable=False) from error
+    except (BotoCoreError, Boto3Error, OSError) as error:
         raise StorageError(f"{verb} {key}: {error}") from error
+
+
+def _may_pass(error: ClientError, code: str) -> bool:
+    """Whether the same request may succeed later: what the server itself failed at, or refused for now."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+    return not 400 <= status < 500 or status in (408, 409, 425, 429) or code in PASSING

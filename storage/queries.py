@@ -8,14 +8,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from sqlalchemy import ColumnElement, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, SQLModel, col, select
 
 from storage.database import one_at_a_time
-from storage.tables import Batch, BatchMember, EngineLease, Episode, Evaluation, Group, PolicyVersion, Run, Task, Turn
-from workflows.contracts import EpisodeRecord, EvaluationResult, FailureType, GroupResult, RunState, TaskRef
+from storage.tables import (
+    VOID,
+    Batch,
+    BatchMember,
+    EngineLease,
+    Episode,
+    Evaluation,
+    Group,
+    PolicyVersion,
+    Quarantine,
+    Run,
+    Task,
+    Turn,
+)
+from workflows.contracts import (
+    VALID,
+    BatchWait,
+    EpisodeKind,
+    EpisodeRecord,
+    EvaluationResult,
+    FailureType,
+    GroupResult,
+    RunState,
+    TaskRef,
+)
 from workflows.errors import RatchetError, StorageError
 
 ENGINES = "engines"
@@ -44,10 +68,11 @@ def task_key(task: TaskRef) -> str:
 
 
 def put_episode(opened: Session, *, record: EpisodeRecord) -> None:
-    """The attempt's row and those of its turns."""
+    """The attempt's row and those of its turns. Only a valid attempt has a reward."""
     names = Episode.model_fields.keys() & EpisodeRecord.model_fields.keys()
-    values = {name: getattr(record, name) for name in names - {"task"}}
-    upsert(opened, Episode(id=record.attempt_id, task=task_key(record.task), **values))
+    values = {name: getattr(record, name) for name in names - {"task", "reward"}}
+    reward = record.reward if record.valid else None
+    upsert(opened, Episode(id=record.attempt_id, task=task_key(record.task), reward=reward, **values))
     for turn in record.turns:
         upsert(opened, Turn(episode=record.attempt_id, **turn.model_dump()))
 
@@ -67,7 +92,9 @@ def put_group(opened: Session, *, run: str, result: GroupResult) -> None:
             reason=result.reason,
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
             outcomes=result.outcomes,
+            members=result.members,
             replaced=result.replaced,
+            short=result.short,
             started_at=result.started_at,
             closed_at=result.closed_at,
         ),
@@ -88,6 +115,10 @@ def put_task(opened: Session, *, ref: TaskRef, kind: str, instruction: str) -> N
     )
 
 
+def put_quarantine(opened: Session, *, run: str, task: TaskRef, why: str, since: float) -> None:
+    upsert(opened, Quarantine(run=run, task=task_key(task), why=why, since=since))
+
+
 def put_evaluation(opened: Session, *, run: str, result: EvaluationResult) -> None:
     upsert(
         opened,
@@ -103,6 +134,15 @@ def put_evaluation(opened: Session, *, run: str, result: EvaluationResult) -> No
     )
 
 
+class Grouped(Protocol):
+    """A group and the attempts of it that are to train."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def members(self) -> list[str]: ...
+
+
 def reserve_batch(
     opened: Session,
     *,
@@ -110,8 +150,8 @@ def reserve_batch(
     run: str,
     step: int,
     policy_version: int,
-    groups: Sequence[GroupResult],
-    waited: dict[str, float],
+    groups: Sequence[Grouped],
+    wait: BatchWait,
 ) -> int:
     """Reserve the groups' episodes for the batch; how many. The same call again gives the same batch.
 
@@ -125,12 +165,18 @@ def reserve_batch(
     taken = opened.exec(select(BatchMember).where(col(BatchMember.episode).in_(ids))).all()
     if taken:
         raise AlreadyReserved(f"{taken[0].episode} is in batch {taken[0].batch} already")
-    rewarded = opened.exec(select(Episode.id).where(col(Episode.id).in_(ids), col(Episode.reward).is_not(None))).all()
-    if missing := set(ids) - set(rewarded):
+    if missing := set(ids) - _trainable(opened, ids):
         raise StorageError(f"{batch_id}: no valid episode row for {', '.join(sorted(missing))}", retryable=False)
-    timed = waited | _episode_parts(opened, ids)
     opened.add(
-        Batch(id=batch_id, run=run, step=step, policy_version=policy_version, waited=timed, reserved_at=time.time())
+        Batch(
+            id=batch_id,
+            run=run,
+            step=step,
+            policy_version=policy_version,
+            waited={"to_trainable_batch": wait.seconds, **wait.parts, "median": wait.median_s, "tail": wait.tail_s},
+            tail={"group": wait.tail_group, "attempt": wait.tail_attempt, "parts": wait.tail_parts},
+            reserved_at=time.time(),
+        )
     )
     opened.flush()
     for position, (attempt, group_id) in enumerate(wanted):
@@ -138,11 +184,22 @@ def reserve_batch(
     return len(wanted)
 
 
-def _episode_parts(opened: Session, ids: list[str]) -> dict[str, float]:
-    """Mean seconds of the episodes' parts."""
-    names = ("queue", "boot", "generate", "act", "verify")
-    rows = opened.exec(select(Episode).where(col(Episode.id).in_(ids))).all()
-    return {name: sum(getattr(row, f"{name}_s") for row in rows) / len(rows) for name in names} if rows else {}
+def _trainable(opened: Session, ids: list[str]) -> set[str]:
+    """Those of the attempts that are valid, of training, and have a reward."""
+    statement = select(Episode.id).where(
+        col(Episode.id).in_(ids),
+        col(Episode.outcome).in_(VALID),
+        col(Episode.reward).is_not(None),
+        Episode.kind == EpisodeKind.TRAIN,
+    )
+    return set(opened.exec(statement).all())
+
+
+def drop_groups(opened: Session, *, run: str, dropped: dict[str, list[int]]) -> None:
+    """Groups that closed eligible and will train no more, by reason."""
+    for reason, numbers in dropped.items():
+        which = (col(Group.id).in_([f"{run}/g{number}" for number in numbers]), col(Group.eligible).is_(True))
+        opened.exec(update(Group).where(*which).values(eligible=False, reason=reason))
 
 
 def members_of(opened: Session, *, batch_id: str) -> list[BatchMember]:
@@ -166,6 +223,17 @@ def release_engines(opened: Session, *, run: str) -> None:
     lease = opened.get(EngineLease, ENGINES)
     if lease is not None and lease.run == run:
         opened.delete(lease)
+
+
+def judged_by(namespace: str) -> ColumnElement[bool]:
+    """The runs of which this namespace can tell whether they live: its own, and those that name none."""
+    return col(Run.temporal_namespace).in_(("", namespace))
+
+
+def is_foreign(opened: Session, *, run: str, namespace: str) -> bool:
+    """Whether the run was started in another namespace; one without a row was not."""
+    row = opened.get(Run, run)
+    return row is not None and row.temporal_namespace not in ("", namespace)
 
 
 def last_checkpoint(opened: Session, *, run: str) -> str:
@@ -205,7 +273,7 @@ def episodes_behind(opened: Session, *, run: str, version: int) -> list[tuple[Ba
     rows = opened.exec(
         select(Batch, BatchMember, Episode)
         .where(BatchMember.batch == Batch.id, BatchMember.episode == Episode.id)
-        .where(Batch.run == run, Batch.step <= found.step)
+        .where(Batch.run == run, Batch.step <= found.step, Batch.state != VOID)
         .order_by(col(Batch.step), col(BatchMember.position))
     ).all()
     return [(batch, member, episode) for batch, member, episode in rows]
@@ -221,8 +289,8 @@ def episode_fate(opened: Session, *, episode: str) -> tuple[Episode, Batch | Non
         raise NotFound(f"no episode {episode!r}; ids look like <run>/g<n>/e<k>/a<m>, `ratchet lineage RUN` lists them")
     member = opened.get(BatchMember, row.id)
     batch = opened.get(Batch, member.batch) if member is not None else None
-    if batch is None:
-        return row, None, []
+    if batch is None or batch.state == VOID:
+        return row, batch, []
     versions = select(PolicyVersion.version).where(PolicyVersion.run == row.run, PolicyVersion.step >= batch.step)
     return row, batch, sorted(opened.exec(versions).all())
 

@@ -9,16 +9,16 @@ from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import case, distinct, func
+from sqlalchemy import distinct, func
 from sqlmodel import Session, col, select
 
 from storage.tables import (
+    VOID,
     Batch,
     BatchMember,
     EngineLoad,
     Episode,
     Evaluation,
-    Group,
     PolicyVersion,
     Publication,
     Task,
@@ -30,9 +30,8 @@ BUCKETS = 24
 
 
 class KindCount(NamedTuple):
-    """Episodes of one use (train, evaluation) and one kind of task."""
+    """Training attempts on one kind of task."""
 
-    use: str
     kind: str
     episodes: int
     valid: int
@@ -62,8 +61,14 @@ class Bucket(NamedTuple):
 
 
 def batches(opened: Session, *, run: str) -> list[Batch]:
-    """The run's updates in the order of their steps, each with its metrics and waiting times."""
-    return list(opened.exec(select(Batch).where(Batch.run == run).order_by(col(Batch.step))).all())
+    """The run's updates in the order of their steps, each with its metrics and waiting times; void ones are none."""
+    return list(opened.exec(select(Batch).where(Batch.run == run, Batch.state != VOID).order_by(col(Batch.step))).all())
+
+
+def void_batches(opened: Session, *, run: str) -> list[Batch]:
+    """Batches that taught nothing, oldest first; `reason` says why."""
+    statement = select(Batch).where(Batch.run == run, Batch.state == VOID).order_by(col(Batch.reserved_at))
+    return list(opened.exec(statement).all())
 
 
 def metric(rows: list[Batch], *, name: str) -> list[tuple[int, float]]:
@@ -150,16 +155,14 @@ def reward_by_version(opened: Session, *, run: str) -> list[VersionReward]:
 def episodes_by_kind(opened: Session, *, run: str) -> list[KindCount]:
     # SQLAlchemy's own select: SQLModel types at most four columns.
     statement = (
-        sqlalchemy.select(
-            col(Episode.kind), col(Task.kind), func.count(), func.count(col(Episode.reward)), func.avg(Episode.reward)
-        )
+        sqlalchemy.select(col(Task.kind), func.count(), func.count(col(Episode.reward)), func.avg(Episode.reward))
         .join(Task, col(Episode.task) == Task.id, isouter=True)
-        .where(col(Episode.run) == run)
-        .group_by(col(Episode.kind), col(Task.kind))
-        .order_by(col(Episode.kind), col(Task.kind))
+        .where(col(Episode.run) == run, col(Episode.kind) == EpisodeKind.TRAIN)
+        .group_by(col(Task.kind))
+        .order_by(col(Task.kind))
     )
     rows = opened.connection().execute(statement).all()
-    return [KindCount(use, kind or "", total, valid, reward) for use, kind, total, valid, reward in rows]
+    return [KindCount(kind or "", total, valid, reward) for kind, total, valid, reward in rows]
 
 
 class Tokens(NamedTuple):
@@ -197,38 +200,6 @@ def failures(opened: Session, *, run: str, most: int = 10) -> list[Failure]:
         .limit(most)
     )
     return [Failure(*row) for row in opened.exec(statement).all()]
-
-
-def groups(opened: Session, *, run: str) -> dict[str, int]:
-    """Closed groups: `closed`, `eligible`, `trained`, and attempts `replaced` within them."""
-    row = opened.exec(
-        select(
-            func.count(),
-            func.coalesce(func.sum(case((col(Group.eligible), 1), else_=0)), 0),
-            func.coalesce(func.sum(Group.replaced), 0),
-        ).where(Group.run == run)
-    ).one()
-    trained = opened.exec(
-        select(func.count(distinct(col(BatchMember.group_id))))
-        .join(Group, col(BatchMember.group_id) == Group.id)
-        .where(Group.run == run)
-    ).one()
-    return {"closed": row[0], "eligible": row[1], "trained": trained, "replaced": row[2]}
-
-
-def groups_dropped(opened: Session, *, run: str) -> dict[str, int]:
-    """Closed groups that did not train, by reason. `left_over`: eligible, but too stale or not needed any more."""
-    rows = opened.exec(
-        select(Group.reason, func.count())
-        .where(Group.run == run, col(Group.eligible).is_(False))
-        .group_by(Group.reason)
-        .order_by(Group.reason)
-    ).all()
-    counts = groups(opened, run=run)
-    left = counts["eligible"] - counts["trained"]
-    return {reason.partition(":")[0] or "unnamed": count for reason, count in rows} | (
-        {"left_over": left} if left else {}
-    )
 
 
 class VersionRow(NamedTuple):

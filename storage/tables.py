@@ -6,8 +6,12 @@ trajectory can be in one batch only. Rows are written by idempotent upsert (stor
 
 from typing import Any
 
-from sqlalchemy import JSON, Column, Index
+from sqlalchemy import JSON, Column, Index, text
 from sqlmodel import Field, SQLModel
+
+VOID = "void"
+"""State of a batch that taught nothing: no step was made of it, and its episodes are used up."""
+NOT_VOID = text(f"state != '{VOID}'")
 
 
 def _json() -> Any:
@@ -25,6 +29,9 @@ class Run(SQLModel, table=True):
     seed: int
     execution: str = ""
     """The workflow's first execution: a second run under the same id is refused."""
+    temporal_namespace: str = Field("", sa_column_kwargs={"server_default": ""})
+    """`<name>/<id>` of the namespace that it was started in: only there is known whether its workflow runs. Empty where
+    nobody wrote it down."""
     step: int = 0
     policy_version: int = 0
     resume_from: str | None = None
@@ -52,9 +59,22 @@ class Group(SQLModel, table=True):
     reason: str = ""
     mean_reward: float | None = None
     outcomes: dict[str, Any] = _json()
+    members: list[str] | None = Field(None, sa_column=Column(JSON(none_as_null=True), nullable=True))
+    """Attempts that may train, in sibling order; None in rows older than the column: all valid ones."""
     replaced: int = 0
+    short: bool = False
+    """Closed with fewer valid siblings than the run's `group_size`."""
     started_at: float
     closed_at: float
+
+
+class Quarantine(SQLModel, table=True):
+    """A task that a run admits no more, because its groups kept closing without enough valid siblings."""
+
+    run: str = Field(primary_key=True, foreign_key="run.id")
+    task: str = Field(primary_key=True)
+    why: str
+    since: float
 
 
 class Episode(SQLModel, table=True):
@@ -73,6 +93,9 @@ class Episode(SQLModel, table=True):
     why: str = ""
     tampered: bool = False
     image_id: str = ""
+    evidence: dict[str, Any] = _json()
+    """What was measured on the host when the ending had to be laid at the model's door or ours."""
+    replays: int = 0
     seed: int = 0
     min_version: int | None = None
     max_version: int | None = None
@@ -101,28 +124,36 @@ class Turn(SQLModel, table=True):
     action: str = ""
     exit_code: int | None = None
     timed_out: bool = False
+    output_digest: str = ""
     generate_s: float = 0.0
     act_s: float = 0.0
     queue_s: float = 0.0
 
 
 class Batch(SQLModel, table=True):
-    """One optimizer update. `state`: reserved -> trained -> published. `fence` rises with each try of the update;
-    only the holder of the newest may commit."""
+    """One optimizer update. `state`: reserved -> trained -> published, or reserved -> void. `fence` rises with each try
+    of the update; only the holder of the newest may commit. A step has one batch that is not void."""
 
     id: str = Field(primary_key=True)
     run: str = Field(foreign_key="run.id", index=True)
     step: int
     policy_version: int
     state: str = "reserved"
+    reason: str = ""
+    """Why it is void."""
     fence: int = 0
     checkpoint: str = ""
     metrics: dict[str, Any] = _json()
     waited: dict[str, Any] = _json()
+    """Seconds: `to_trainable_batch`, its parts, `median` and `tail`, as storage/waiting.py defines them."""
+    tail: dict[str, Any] = _json()
+    """Who caused the tail: `group`, `attempt`, and `parts`, that attempt's way through the wait in seconds."""
     reserved_at: float
     trained_at: float | None = None
 
-    __table_args__ = (Index("batch_run_step", "run", "step", unique=True),)
+    __table_args__ = (
+        Index("batch_run_step", "run", "step", unique=True, sqlite_where=NOT_VOID, postgresql_where=NOT_VOID),
+    )
 
 
 class BatchMember(SQLModel, table=True):

@@ -33,6 +33,12 @@ class Task(BaseModel):
     oracle_answer: str = ""
     oracle_observations: list[str] = []
     """What the agent sees of each command of `oracle`, where the taskset knows it: the warm start learns from it."""
+    protected: list[str] = []
+    """Files and folders of the verifier in the agent's reach, absolute. One that is not after the agent what it was
+    after the setup (content, owner, mode, name) is tampering."""
+    expected_tests: list[str] = []
+    """Ids of the tests that `check` must report, each on a line `PASSED id` or `FAILED id`. A missing one is tampering.
+    """
     image: str = "busybox"
     """Name of a base image that Ratchet builds."""
 

@@ -1,4 +1,4 @@
-"""What all tests share: a real S3 server and a fresh database."""
+"""What all tests share: a real S3 server, a fresh database, and the one stack of the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 from sqlalchemy import Engine
 
 from storage.database import open_database
 from storage.migrations import migrate
 from storage.objects import ObjectStore
+from tests.stack import stack as stack
+from tests.stack import straight as straight
+
+# Tests time nothing, on a machine that does something else as well, and draw the same examples each time, so that a run
+# of CI says something of the change. HYPOTHESIS_PROFILE=explore draws new ones: for a search, at leisure.
+_EACH_TIME = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", derandomize=True, **_EACH_TIME)
+hypothesis.settings.register_profile("explore", max_examples=2000, **_EACH_TIME)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+S3 = tuple[str, str, str]
+"""URL, access key and secret key of an S3 server."""
 
 
-@pytest.fixture(scope="session")
-def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
-    """(URL, access key, secret key) of a real `rclone serve s3` for the session."""
-    root = tmp_path_factory.mktemp("s3")
+@contextmanager
+def s3_server(root: Path) -> Iterator[tuple[S3, subprocess.Popen[bytes]]]:
+    """A real `rclone serve s3` on a folder, to be used or killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,15 +56,14 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
         time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}", access, secret
+    yield (f"http://127.0.0.1:{port}", access, secret), server
     server.terminate()
     server.wait(10)
 
 
-@pytest.fixture
-def object_store(s3_endpoint: tuple[str, str, str]) -> ObjectStore:
-    """A fresh bucket of the session's S3 server."""
-    endpoint, access, secret = s3_endpoint
+def bucket_of(s3: S3) -> ObjectStore:
+    """A fresh bucket."""
+    endpoint, access, secret = s3
     store = ObjectStore.connect(
         endpoint=endpoint,
         bucket=f"test-{uuid.uuid4().hex[:12]}",
@@ -60,6 +73,42 @@ def object_store(s3_endpoint: tuple[str, str, str]) -> ObjectStore:
     )
     store.ensure_bucket()
     return store
+
+
+GROUPS = {
+    # What is one on a machine: the Docker daemon, and an engine that takes half a minute to start.
+    **dict.fromkeys(("generation", "janitor", "outcomes", "sandbox"), "machine"),
+    **dict.fromkeys(("replay", "workflows"), "temporal"),
+    **dict.fromkeys(("bootstrap", "publication", "training"), "trainer"),
+}
+"""What `make test` runs in one process, by folder; the other folders are another's."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope` a scope is a group of folders."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return GROUPS.get(nodeid.split("/")[1], "others")
+
+    return ByFolder(config, log)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A real S3 server for the session."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as (s3, _):
+        yield s3
+
+
+@pytest.fixture
+def object_store(s3_endpoint: S3) -> ObjectStore:
+    """A fresh bucket of the session's S3 server."""
+    return bucket_of(s3_endpoint)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The command line: `ratchet up | down | status | env | doctor | bootstrap | watch | lineage | report`.
+"""The command line: `ratchet up | down | status | env | doctor | bootstrap | watch | lineage | report | replay`, more.
 
 Thin: each command reads the settings, calls one function and prints. Heavy modules are imported by the command that
 needs them, so that `ratchet --help` answers at once. Exit codes: 0 well, 1 not well, 2 wrong usage.
@@ -111,6 +111,14 @@ def env() -> None:
     typer.echo(f'export PATH={shlex.quote(folder)}:"$PATH"')
 
 
+@app.command(name="build-id")
+def build_id() -> None:
+    """Version of this code's workflows in a worker deployment (RATCHET_DEPLOYMENT); see docs/operations.md."""
+    from workers.versioning import build_id as of_this_code
+
+    typer.echo(of_this_code(_settings()))
+
+
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """What this machine has, what is missing and what to do about it. Exit code 1 if something needed is missing."""
@@ -124,20 +132,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
 
 @app.command()
 def bootstrap(
-    policy: Annotated[str, typer.Argument(help="tiny or smollm2.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the tiny policy's warm start.")] = 0,
+    policy: Annotated[str, typer.Argument(help="tiny, smollm2 or smollm2-shell.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the supervised start of tiny and smollm2-shell.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to make; default: models/ in the state folder.")] = None,
 ) -> None:
     """Make a starting policy; a finished one is kept as it is."""
-    if policy not in ("tiny", "smollm2"):
-        raise typer.BadParameter(f"{policy!r}: there are tiny and smollm2", param_hint="policy")
+    if policy not in ("tiny", "smollm2", "smollm2-shell"):
+        raise typer.BadParameter(f"{policy!r}: there are tiny, smollm2 and smollm2-shell", param_hint="policy")
     folder = out or _settings().home_path / "models" / policy
     folder.parent.mkdir(parents=True, exist_ok=True)
-    module = importlib.import_module(f"workers.bootstrap.{policy}")
-    if policy == "tiny":
-        module.bootstrap_tiny(folder, seed, _say)
-    else:
-        module.bootstrap_smollm2(folder, _say)
+    name = policy.replace("-", "_")
+    make = getattr(importlib.import_module(f"workers.bootstrap.{name}"), f"bootstrap_{name}")
+    make(*((folder, _say) if policy == "smollm2" else (folder, seed, _say)))
     typer.echo(str(folder))
 
 
@@ -155,12 +161,37 @@ def watch(
     os._exit(code)
 
 
+@app.command()
+def align(
+    model: Annotated[str, typer.Argument(help="A local Hugging Face folder, or the name of a bootstrapped policy.")],
+    dtypes: Annotated[str, typer.Option(help="Of engine and trainer, comma-separated.")] = "float32,bfloat16",
+    attention: Annotated[str, typer.Option(help="The trainer's, comma-separated.")] = "sdpa,eager",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0.6,1,1.3",
+    prompts: Annotated[int, typer.Option(min=1, max=256, help="Tasks that are answered.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="Sampled per answer, at most.")] = 48,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Compare engine and trainer on the same tokens and weights, and say which setting agrees best. Exit code 1 if even
+    that one is beyond training.max_mismatch_kl."""
+    from workers.align_cli import run_align
+
+    given = {
+        "dtypes": dtypes.split(","),
+        "attention": attention.split(","),
+        "temperatures": temperatures.split(","),
+        "prompts": prompts,
+        "tokens": tokens,
+    }
+    raise typer.Exit(run_align(_settings(), model, given, as_json=as_json, say=_say))
+
+
 def main() -> None:
     """Entry point of the `ratchet` command."""
-    own = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     if not own.intersection(sys.argv[1:2]):
         # The commands of lineage bring the database along; nobody else waits for that.
-        importlib.import_module("workers.lineage_cli").register(app)
+        for module in ("workers.lineage_cli", "workers.replay_cli"):
+            importlib.import_module(module).register(app)
     app()
 
 

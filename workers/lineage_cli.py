@@ -41,7 +41,7 @@ def lineage(
         raise typer.BadParameter("name a run, or an episode with --episode", param_hint="RUN")
     if episode and version is not None:
         raise typer.BadParameter("goes with a run, not with --episode", param_hint="--version")
-    with _lineage() as (opened, _):
+    with opened_lineage() as (opened, _):
         if episode:
             _show_episode(opened, episode)
         elif version is None:
@@ -63,7 +63,7 @@ def report(
 
     from storage.report import build_report, render_html, render_terminal
 
-    with _lineage() as (opened, settings):
+    with opened_lineage() as (opened, settings):
         made = build_report(opened, run)
     if as_json:
         typer.echo(made.model_dump_json(indent=2))
@@ -81,8 +81,8 @@ def _file_name(run: str) -> str:
 
 
 @contextmanager
-def _lineage() -> Iterator[tuple[Session, Settings]]:
-    """An open session on the stack's database. A failure is said in a sentence and ends the command with 1."""
+def opened_lineage(*, failing_with: int = 1) -> Iterator[tuple[Session, Settings]]:
+    """An open session on the stack's database. A failure is said in a sentence and ends the command with that code."""
     from storage.database import open_database, session
     from workers.settings import Settings
     from workflows.errors import RatchetError
@@ -90,20 +90,17 @@ def _lineage() -> Iterator[tuple[Session, Settings]]:
     settings = Settings()
     url = settings.sql_url
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).is_file():
-        raise _fail(f"no run has been recorded in {settings.home_path} yet; `ratchet up` starts a stack there")
+        typer.echo(f"no run has been recorded in {settings.home_path} yet; `ratchet up` starts a stack there", err=True)
+        raise typer.Exit(failing_with)
     engine = open_database(url)
     try:
         with session(engine) as opened:
             yield opened, settings
     except RatchetError as error:
-        raise _fail(str(error)) from None
+        typer.echo(str(error), err=True)
+        raise typer.Exit(failing_with) from None
     finally:
         engine.dispose()
-
-
-def _fail(message: str) -> typer.Exit:
-    typer.echo(message, err=True)
-    return typer.Exit(1)
 
 
 def _show_versions(opened: Session, run: str) -> None:
@@ -158,6 +155,7 @@ def _show_episode(opened: Session, episode_id: str) -> None:
         "sandbox image": episode.image_id or "-",
         "seed": str(episode.seed),
     }
+    rows |= {f"evidence: {name}": str(value) for name, value in episode.evidence.items()}
     for name, value in rows.items():
         facts.add_row(name, value)
     member = queries.member_of(opened, attempt=episode.id)
@@ -165,7 +163,7 @@ def _show_episode(opened: Session, episode_id: str) -> None:
         facts.add_row("trained", "no batch holds it")
     else:
         facts.add_row("batch", f"{batch.id} (step {batch.step}, {batch.state}, advantage {_cell(member.advantage)})")
-        held = f"{versions[0]} and later, up to {versions[-1]}" if versions else "none yet"
+        held = f"{versions[0]} and later, up to {versions[-1]}" if versions else batch.reason or "none yet"
         facts.add_row("in versions", held)
     for other in others:
         if other.id != episode.id:

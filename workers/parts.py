@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
     from activities.generation.activities import GenerationActivities
     from activities.generation.loading import EngineActivities
+    from activities.janitor.host import HostJanitorActivities
+    from activities.janitor.records import RecordJanitorActivities
     from activities.lineage.activities import LineageActivities
     from activities.lineage.runs import RunControlActivities
     from activities.publication.activities import PublicationActivities
     from activities.sandbox.activities import SandboxActivities
+    from activities.sandbox.docker import DockerBackend
     from activities.training.activities import TrainingActivities
     from storage.objects import ObjectStore
 
@@ -51,13 +54,15 @@ def lineage(settings: Settings, client: Client) -> LineageActivities:
     from activities.lineage.activities import LineageActivities
     from tasksets import open_taskset
 
+    control = run_control(client)
     return LineageActivities(
         database(settings),
         object_store(settings),
         engines=settings.engine_infos,
         models_dir=settings.home_path / "models",
         open_taskset=open_taskset,
-        lives=run_control(client).lives,
+        lives=control.lives,
+        namespace=control.namespace,
     )
 
 
@@ -67,13 +72,42 @@ def run_control(client: Client) -> RunControlActivities:
     return RunControlActivities(client)
 
 
-async def sandbox(settings: Settings, stack: AsyncExitStack) -> SandboxActivities:
-    from activities.sandbox.activities import SandboxActivities
+def record_janitor(settings: Settings, client: Client) -> RecordJanitorActivities:
+    from activities.janitor.records import RecordJanitorActivities
+
+    return RecordJanitorActivities(
+        lineage(settings, client), run_control(client), database(settings), object_store(settings)
+    )
+
+
+def host_janitor(settings: Settings, client: Client, backend: DockerBackend) -> HostJanitorActivities:
+    from activities.janitor.host import HostJanitorActivities
+
+    control = run_control(client)
+    return HostJanitorActivities(backend, control.ending, settings.home_path, namespace=control.namespace)
+
+
+async def sandbox_backend(settings: Settings, client: Client, stack: AsyncExitStack) -> DockerBackend:
+    from activities.sandbox.container import SandboxSpec
     from activities.sandbox.docker import DockerBackend
+
+    namespace = await run_control(client).namespace()
+    backend = DockerBackend(
+        settings.docker_host,
+        settings.home_path,
+        settings.sandbox_slots,
+        pool=settings.sandbox_pool,
+        namespace=namespace,
+    )
+    stack.push_async_callback(backend.aclose)
+    await backend.keep_warm(SandboxSpec())
+    return backend
+
+
+def sandbox(settings: Settings, backend: DockerBackend) -> SandboxActivities:
+    from activities.sandbox.activities import SandboxActivities
     from tasksets import open_taskset
 
-    backend = DockerBackend(settings.docker_host, settings.home_path, settings.sandbox_slots)
-    stack.push_async_callback(backend.aclose)
     return SandboxActivities(backend, open_taskset, settings.host)
 
 
@@ -82,7 +116,7 @@ async def generation(settings: Settings, stack: AsyncExitStack) -> GenerationAct
     from activities.generation.routing import EnginePool
     from tasksets import open_taskset
 
-    pool = await stack.enter_async_context(EnginePool(settings.engine_infos))
+    pool = await stack.enter_async_context(EnginePool(settings.engine_infos, router=settings.router_url))
     return GenerationActivities(pool, object_store(settings), open_taskset)
 
 

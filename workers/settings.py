@@ -42,8 +42,23 @@ class Settings(BaseSettings):
     engines: str = Field(
         "", description="name=url pairs of the engines of all hosts, comma-separated; name is <host>-<x>."
     )
+    router_url: str = Field(
+        "",
+        description="External router in front of all engines, through which generations go; weights are loaded into "
+        "the engines directly. Empty: workers choose the engine.",
+    )
     docker_host: str = Field("", description="Docker's address; empty: the local socket.")
+    deployment: str = Field(
+        "", description="Worker deployment whose versions run side by side; empty: one build at a time."
+    )
+    build_id: str = Field("", description="Version of this build in its deployment; empty: a digest of its workflows.")
+    trainer_processes: int = Field(
+        1, ge=1, le=64, description="Ranks of the trainer on this host, under DeepSpeed's launcher where more than one."
+    )
     sandbox_slots: int = Field(16, ge=1, description="Sandboxes that may live at once on this host.")
+    sandbox_pool: int = Field(
+        16, ge=0, le=512, description="Sandboxes beside them that may be started before anyone asks; 0: none."
+    )
 
     @classmethod
     def settings_customise_sources(

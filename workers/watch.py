@@ -29,12 +29,15 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from workers.settings import Settings
 from workflows.contracts import RunState, RunStatus
+from workflows.run_state import quarantined_words, wait_words
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48
 QUIET_S = 15.0
 """Without a terminal, a line is printed at least this often."""
 ASK = timedelta(seconds=5)
+ENDINGS = {"CANCELED": "cancelled"}
+"""Words of Temporal that are spelled otherwise here."""
 
 
 class UnknownRun(Exception):
@@ -48,7 +51,7 @@ class Look(BaseModel):
 
     status: RunStatus | None = None
     ended: str = ""
-    """How the workflow ended: completed, failed, canceled, terminated, timed_out. Empty while it runs."""
+    """How the workflow ended: completed, failed, cancelled, terminated, timed_out. Empty while it runs."""
     trouble: str = ""
 
     @property
@@ -75,7 +78,7 @@ class ServerEyes:
         try:
             description = await self._handle.describe(rpc_timeout=ASK)
             if description.status is not WorkflowExecutionStatus.RUNNING and description.status is not None:
-                return await self._ending(description.status.name.lower())
+                return await self._ending(ENDINGS.get(description.status.name, description.status.name.lower()))
             return Look(status=await self._query())
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:
@@ -121,12 +124,14 @@ class View:
         status = self._last
         if status is None:
             return ()
-        return (status.state, status.reason, status.step, status.evaluation_first, status.evaluation_last)
+        evaluations = (status.evaluation_first, status.evaluation_last)
+        return (status.state, status.reason, status.step, *evaluations, len(status.quarantined), status.warning)
 
     def line(self, look: Look) -> str:
         """One line for a log."""
         status = self._last
-        words = [] if status is None else [_step(status), _reward(status), _batch(status), _pool(status), status.doing]
+        facts = (_unusual, _step, _reward, _batch, _pool, _episodes, _quarantine, _warning)
+        words = [] if status is None else [*(fact(status) for fact in facts), status.doing]
         return "  ".join(word for word in (*words, look.trouble) if word)
 
     def panel(self, look: Look) -> Group:
@@ -137,15 +142,14 @@ class View:
         lines = [
             Text(f"{self._run}  {status.state}" + (f": {status.reason}" if status.reason else ""), style="bold"),
             Text(f"{_step(status)}   policy version {status.policy_version}   {status.doing}"),
-            Text(f"{_reward(status) or 'reward -'}   {sparkline(list(self._rewards.values())[-SPARK_WIDTH:])}"),
+            Text(f"{_reward(status) or 'batch reward -'}   {sparkline(list(self._rewards.values())[-SPARK_WIDTH:])}"),
             Text(_batch(status) or "no batch yet"),
-            Text("episodes   " + (_counts(status.outcomes) or "none yet")),
+            *([Text(f"  on average {parts}", style="dim")] if (parts := wait_words(status.wait)) else []),
+            Text(_episodes(status) or "episodes none yet"),
             Text(_pool(status)),
         ]
-        if evaluation := _evaluation(status):
-            lines.append(Text(evaluation))
-        if look.trouble:
-            lines.append(Text(look.trouble, style="yellow"))
+        lines += [Text(words) for words in (_quarantine(status), _evaluation(status)) if words]
+        lines += [Text(words, style="yellow") for words in (_warning(status), look.trouble) if words]
         return Group(*lines)
 
 
@@ -222,22 +226,46 @@ def sparkline(values: list[float]) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
 
 
+def _unusual(status: RunStatus) -> str:
+    """The state, where it is not the one that a run is in for most of its time."""
+    if status.state is RunState.RUNNING:
+        return ""
+    return f"{status.state.value.upper()}: {status.reason}" if status.reason else status.state.value.upper()
+
+
 def _step(status: RunStatus) -> str:
     return f"step {status.step}/{status.steps}"
 
 
 def _reward(status: RunStatus) -> str:
-    return "" if status.reward is None else f"reward {status.reward:.3f}"
+    return "" if status.reward is None else f"batch reward {status.reward:.3f}"
 
 
 def _batch(status: RunStatus) -> str:
-    seconds = status.time_to_trainable_batch_s
-    return "" if seconds is None else f"time to trainable batch {seconds:.1f} s"
+    seconds, wait = status.time_to_trainable_batch_s, status.wait
+    if seconds is None:
+        return ""
+    tail = f" (last 5 %: {wait.tail_s:.1f} s, {wait.tail_group.rpartition('/')[2]})" if wait and wait.tail_group else ""
+    return f"time to trainable batch {seconds:.1f} s{tail}"
+
+
+def _episodes(status: RunStatus) -> str:
+    return f"episodes {counts}" if (counts := _counts(status.outcomes)) else ""
 
 
 def _pool(status: RunStatus) -> str:
     dropped = f", dropped {_counts(status.groups_dropped)}" if status.groups_dropped else ""
-    return f"groups {status.groups_in_flight} in flight, {status.groups_ready} ready{dropped}"
+    short = f", {status.short_groups} short" if status.short_groups else ""
+    lag = "" if status.off_policy_steps is None else f", up to {status.off_policy_steps} versions behind"
+    return f"groups {status.groups_in_flight} in flight, {status.groups_ready} ready{dropped}{short}{lag}"
+
+
+def _quarantine(status: RunStatus) -> str:
+    return f"in quarantine: {quarantined_words(status.quarantined)}" if status.quarantined else ""
+
+
+def _warning(status: RunStatus) -> str:
+    return f"WARNING: {status.warning}" if status.warning else ""
 
 
 def _evaluation(status: RunStatus) -> str:

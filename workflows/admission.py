@@ -1,4 +1,5 @@
-"""Admission: starts groups while the pool has room, holds back when they keep failing, finds the silent ones.
+"""Admission: starts groups while the pool has room, holds back when they keep failing, finds the silent ones, passes
+over the tasks in quarantine and has their rows written.
 
 Part of TrainingRun, on its state. Groups are abandoned children: they outlive a continue-as-new of the run and report
 by signal to its workflow id.
@@ -7,9 +8,11 @@ by signal to its workflow id.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import timedelta
 
 from temporalio import workflow
+from temporalio.exceptions import ApplicationError, TemporalError
 from temporalio.workflow import ParentClosePolicy
 
 from workflows import policies
@@ -17,10 +20,12 @@ from workflows.attributes import started
 from workflows.contracts import (
     ClosedGroupsInput,
     ClosedGroupsOutput,
+    FailureType,
     GroupInput,
     GroupResult,
     PickTasksInput,
     PickTasksOutput,
+    QuarantineInput,
     Queue,
     Split,
     TaskRef,
@@ -28,9 +33,9 @@ from workflows.contracts import (
 )
 from workflows.run_state import Carry
 
-GROUPS_TO_DEGRADE = 4
-"""Groups in a row without a valid sibling that hold admission."""
 PROBE_EVERY = timedelta(seconds=20)
+LARGEST_PAGE = 256
+"""Tasks that are picked at once where whole pages of them are in quarantine."""
 
 
 class Admission:
@@ -45,10 +50,6 @@ class Admission:
         self._probe: asyncio.Task[None] | None = None
         self.task = asyncio.create_task(self._loop())
 
-    @property
-    def degraded(self) -> bool:
-        return self._carry.pool.without_valid >= GROUPS_TO_DEGRADE
-
     async def close_down(self) -> None:
         """No further group starts; returns when none is half started. Picked tasks are picked again from the cursor."""
         self._closed_down = True
@@ -56,26 +57,64 @@ class Admission:
         self.task.cancel()
 
     async def _loop(self) -> None:
-        carry = self._carry
+        carry, unwritten = self._carry, self._carry.quarantine.unwritten
         while True:
-            await workflow.wait_condition(lambda: self._room() > 0)
+            await workflow.wait_condition(lambda: self._room() > 0 or bool(unwritten))
+            if unwritten:
+                await self._write_quarantined(unwritten[0])
+                unwritten.pop(0)
+            elif task := await self._next_task():
+                self._starting = True
+                number = carry.pool.admit(carry.rules)
+                await self._start_group(number, task)
+                self._starting = False
+                if number in carry.pool.surplus:
+                    # A batch was cut meanwhile, and there was nobody yet to be told.
+                    await end_surplus(self._run, [number])
+
+    async def _next_task(self) -> TaskRef | None:
+        """The next task of the run's order that is not in quarantine; None where there is no room for it any more.
+
+        Raises ApplicationError when all are in quarantine: the run ends."""
+        carry, page = self._carry, self._carry.config.rollout.groups_per_batch
+        while self._room() > 0:
+            if why := carry.quarantine.exhausted(carry.opened.train_tasks):
+                raise ApplicationError(why, type=FailureType.NO_TASKS, non_retryable=True)
             if not self._tasks:
-                wanted = carry.config.rollout.groups_per_batch
-                self._tasks = await pick_tasks(carry, Split.TRAIN, carry.task_cursor, wanted)
+                self._tasks = await pick_tasks(carry, Split.TRAIN, carry.task_cursor, page)
+                page = min(2 * page, LARGEST_PAGE)
                 continue
-            if self.degraded:
+            carry.task_cursor += 1
+            task = self._tasks.pop(0)
+            if task.task_id in carry.quarantine.tasks:
+                continue
+            if carry.pool.degraded:
                 self._probe_due = False
                 self._probe = asyncio.create_task(self._probe_later())
-            carry.task_cursor += 1
-            self._starting = True
-            await self._start_group(carry.pool.admit(carry.rules), self._tasks.pop(0))
-            self._starting = False
+            return task
+        return None
+
+    async def _write_quarantined(self, task_id: str) -> None:
+        carry = self._carry
+        why = carry.quarantine.tasks[task_id]
+        await policies.call(
+            "record_quarantine",
+            QuarantineInput(
+                run=self._run,
+                task=TaskRef(taskset=carry.config.taskset, split=Split.TRAIN, task_id=task_id),
+                why=why,
+                since=workflow.now().timestamp(),
+            ),
+            type(None),
+            policies.LINEAGE,
+            summary=f"{task_id} is admitted no more: {why}",
+        )
 
     def _room(self) -> int:
         carry = self._carry
-        if carry.paused or self._closed_down:
+        if carry.paused or self._closed_down or not carry.wants_groups:
             return 0
-        if not self.degraded:
+        if not carry.pool.degraded:
             return carry.pool.admissible(carry.rules)
         return carry.pool.admissible(carry.rules, at_most=1) if self._probe_due else 0
 
@@ -95,6 +134,8 @@ class Admission:
             limits=config.rollout.limits(),
             seed=derive_seed(config.seed, "group", number),
             report_to=self._run,
+            short_group=config.rollout.short_group,
+            redundancy=config.rollout.group_redundancy,
         )
         handle = await workflow.start_child_workflow(
             "Group",
@@ -120,6 +161,16 @@ async def pick_tasks(carry: Carry, split: Split, cursor: int, count: int) -> lis
         summary=f"{count} {split} tasks from {cursor}",
     )
     return out.tasks
+
+
+async def end_surplus(run: str, numbers: list[int]) -> None:
+    """Tell groups that their batch was cut without them. One that has closed meanwhile reports so by itself."""
+
+    async def end(number: int) -> None:
+        with suppress(TemporalError):
+            await workflow.get_external_workflow_handle(f"{run}/g{number}").signal("surplus")
+
+    await asyncio.gather(*(end(number) for number in numbers))
 
 
 async def lost_groups(run: str, carry: Carry) -> list[GroupResult]:

@@ -21,6 +21,7 @@ def started(run: str, task_id: str | None = None) -> TypedSearchAttributes:
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """One line of at most `limit` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    """One line of at most `limit` bytes of UTF-8, without what can't be printed."""
+    line = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+    data = line.encode("utf-8", "replace")
+    return line if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "…"

@@ -6,11 +6,16 @@ field and what is allowed.
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from workflows.contracts import RolloutLimits
+from workflows.contracts import Baseline, Correction, Loss, OnStale, PoolPolicy, RolloutLimits, ShortGroup
+
+MOST_GROUPS = 400
+"""Groups in flight and ready that a run's state has room for; each takes some 60 bytes of it."""
 
 
 class Section(BaseModel):
@@ -21,7 +26,24 @@ class RolloutConfig(Section):
     """How episodes are made."""
 
     group_size: int = Field(8, ge=2, le=64, description="Siblings per task; the baseline is their mean.")
+    group_redundancy: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="Spare siblings: the first group_size valid ones to end are the group, the others are cancelled."
+        " Favours what is short; the bias is measured (finish_order/*).",
+    )
     groups_per_batch: int = Field(8, ge=1, le=256, description="Eligible groups that make a batch.")
+    pool_policy: PoolPolicy = Field(
+        PoolPolicy.OLDEST_FIRST, description="Which complete groups a batch takes: oldest_first, ready_first, in_order."
+    )
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        le=4,
+        description="sync: groups in the making, in groups_per_batch; above 1 the surplus is cancelled when the batch"
+        " is cut, and the batch depends on the order in which groups finish, which sync mode otherwise rules out.",
+    )
     temperature: float = Field(1.0, gt=0, le=2, description="Sampling temperature, above 0.")
     top_p: float = Field(1.0, description="Must be 1 in training: the engine would renormalise over the kept tokens.")
     top_k: int = Field(0, description="Must be 0 in training, for the same reason.")
@@ -34,9 +56,32 @@ class RolloutConfig(Section):
     time_budget_s: float = Field(60, gt=0, description="Seconds all commands of an episode may run.")
     max_output_chars: int = Field(2000, ge=100, le=16000, description="Characters of output that the agent sees.")
     malformed_reminders: int = Field(1, ge=0, le=5, description="Reminders before malformed actions end it.")
+    generate_timeout_s: float = Field(
+        600,
+        gt=0,
+        le=1800,
+        description="Seconds an engine may take for one answer, without the wait for room on it; past it the attempt is"
+        " engine_lost and replaced.",
+    )
     max_replacements: int = Field(4, ge=0, le=64, description="Attempts that a group may replace.")
+    short_group: ShortGroup = Field(
+        ShortGroup.DROP, description="What becomes of a group with fewer valid siblings than group_size."
+    )
+    quarantine_after: int = Field(
+        3, ge=1, le=100, description="Groups of one task that close short before the task is admitted no more."
+    )
+    replay_on_loss: bool = Field(
+        False, description="Replay a lost sandbox's journal into a fresh one and go on if the outputs agree."
+    )
     failure_reward: float = Field(0.0, description="Reward of endings that are the agent's fault and are not graded.")
     max_off_policy_steps: int = Field(1, ge=0, le=16, description="async: versions a batch may lag.")
+    min_off_policy_steps: int | None = Field(
+        None,
+        ge=0,
+        le=16,
+        description="async: the lag that admission starts with and never goes below; towards max_off_policy_steps it"
+        " follows the measured divergence. None: it is max_off_policy_steps throughout.",
+    )
     refill: float = Field(2.0, ge=1, le=16, description="Groups that may close for a batch, in groups_per_batch.")
 
     @field_validator("top_p")
@@ -75,29 +120,65 @@ class TrainingConfig(Section):
     warmup_steps: int = Field(2, ge=0, description="Updates of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping by global norm.")
-    minibatches: int = Field(1, ge=1, le=16, description="Optimizer steps that one batch is divided into.")
+    minibatches: int = Field(
+        1, ge=1, le=16, description="Optimizer steps that a full batch is divided into; a short one makes fewer."
+    )
+    loss: Loss = Field(
+        Loss.GRPO,
+        description="grpo: mean over the step's tokens; dr_grpo: over a constant; gspo: ratios and means of whole"
+        " sequences, whose clip bounds are a thousandth of those of tokens (its authors: 3e-4 and 4e-4).",
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio clipped at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, description="Ratio clipped at 1 + clip_high.")
+    baseline: Baseline = Field(
+        Baseline.MEAN, description="mean of the group, or leave_one_out: mean of the other siblings."
+    )
     scale_by_std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     std_floor: float = Field(
         1e-3, gt=0, description="Smallest deviation divided by: smaller spreads are noise of the verifier's arithmetic."
     )
-    importance_cap: float = Field(2.0, ge=1, description="Cap of the truncated importance weight per token.")
-    divergence_limit: float = Field(
-        0.5, gt=0, description="Groups whose mean divergence from today's policy is above it are left out."
+    kl_coefficient: float = Field(
+        0.0, ge=0, le=10, description="Weight of KL(policy || the model of run.json); 0: it is not loaded."
     )
-    mismatch_limit: float = Field(
-        0.01, gt=0, description="Mean mismatch_kl at which the run stops: engine and trainer compute different models."
+    correction: Correction = Field(
+        Correction.TOKEN,
+        description="Importance weights of tokens of other weights: per token, per sequence (product or geometric"
+        " mean), masked (0 outside of the band), or none.",
+    )
+    importance_cap: float = Field(2.0, ge=1, description="Cap of the weights of token, sequence and geometric.")
+    importance_low: float = Field(0.5, gt=0, le=1, description="masked: weights below it are 0.")
+    importance_high: float = Field(5.0, ge=1, description="masked: weights above it are 0.")
+    max_divergence: float = Field(
+        0.5,
+        gt=0,
+        validation_alias=AliasChoices("max_divergence", "divergence_limit"),
+        description="Mean k3 divergence between a group's policy and today's, above which it is stale.",
+    )
+    on_stale: OnStale = Field(
+        OnStale.DROP, description="drop: stale groups train nothing; downweight: they count max_divergence/divergence."
+    )
+    warn_mismatch_kl: float = Field(0.001, gt=0, description="Mean mismatch_kl from which the run warns.")
+    max_mismatch_kl: float = Field(
+        0.01,
+        gt=0,
+        validation_alias=AliasChoices("max_mismatch_kl", "mismatch_limit"),
+        description="Mean mismatch_kl at which the run stops: engine and trainer compute different models.",
     )
     micro_batch_tokens: int = Field(8192, ge=32, description="Padded tokens of one forward pass.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on GPU, float32 on CPU.")
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
+        "auto", description="The trainer's attention; auto: what transformers takes. `ratchet align` compares them."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+    )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="Merged over the DeepSpeed JSON.")
 
 
 class EvaluationConfig(Section):
     """Held-out evaluation, before the first and after the last update, and every `every` updates between."""
 
-    tasks: int = Field(48, ge=0, description="Held-out tasks; 0 switches evaluation off.")
+    tasks: int = Field(48, ge=0, le=1000, description="Held-out tasks; 0 switches evaluation off.")
     samples_per_task: int = Field(1, ge=1, le=64)
     every: int = Field(0, ge=0, description="Updates between evaluations; 0: only the first and the last.")
 
@@ -123,15 +204,47 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _budgets(self) -> RunConfig:
+        siblings = self.rollout.group_size + self.rollout.group_redundancy
+        if siblings > self.max_concurrent_episodes:
+            raise ValueError(
+                f"max_concurrent_episodes must be at least rollout.group_size + rollout.group_redundancy, {siblings}:"
+                " the siblings of a group play at once"
+            )
         if self.rollout.max_tokens_per_turn >= self.rollout.context_length:
             raise ValueError("rollout.max_tokens_per_turn must be below rollout.context_length")
+        if self.capacity > MOST_GROUPS:
+            factor = "oversample" if self.mode == "sync" else "(1 + rollout.max_off_policy_steps)"
+            raise ValueError(
+                f"rollout.groups_per_batch x {factor} is {self.capacity}: a run holds at most {MOST_GROUPS} groups"
+            )
+        least, most = self.rollout.min_off_policy_steps, self.rollout.max_off_policy_steps
+        if least is not None and least > most:
+            raise ValueError(f"rollout.min_off_policy_steps, {least}, must not be above max_off_policy_steps, {most}")
+        if self.mode == "async" and self.rollout.oversample > 1:
+            raise ValueError(
+                "rollout.oversample above 1 needs mode sync: in async mode groups beyond a batch go on and train in the"
+                " next; rollout.max_off_policy_steps says how many there may be"
+            )
         return self
 
     @property
     def capacity(self) -> int:
-        """Groups that may be in flight, ready or reserved at once: what the trainer will consume in time."""
-        lag = self.rollout.max_off_policy_steps if self.mode == "async" else 0
-        return self.rollout.groups_per_batch * (1 + lag)
+        """Groups that may be in flight, ready or reserved at once: what the trainer will consume in time, and in sync
+        mode what `oversample` adds to it."""
+        return self.capacity_at(self.rollout.max_off_policy_steps)
+
+    def capacity_at(self, lag: int) -> int:
+        """`capacity` where a batch may lag `lag` versions, which says something in async mode only."""
+        rollout = self.rollout
+        if self.mode == "sync":
+            # 10 x 1.1 is 11, whatever a binary fraction makes of it.
+            return math.ceil(round(rollout.groups_per_batch * rollout.oversample, 6))
+        return rollout.groups_per_batch * (1 + lag)
+
+
+def model_folder(model: str, models_dir: Path) -> Path:
+    """Where `model` of run.json is: a bootstrapped policy of that name in `models_dir`, or the path that it is."""
+    return Path(model).expanduser().resolve() if "/" in model else models_dir / model
 
 
 def parse_run_config(raw: object) -> RunConfig:

@@ -2,24 +2,25 @@
 
 Owns the order of things and the ending; promises that every ending is classified (it never raises for a failure that
 the table knows), that the sandbox is released whatever happens, and that the attempt's row is written before it
-reports. Runs as a child of Group or Evaluation, on the queue of its activities.
+reports. Runs as a child of Group or Evaluation, on the queue of its activities. A parent that needs it no more says so
+by signal: it then ends at once as surplus, with the turns that it had made.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 from temporalio import workflow
+from temporalio.common import SearchAttributeUpdate
 from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
+    from workflows.attempt_sandbox import AttemptSandbox
     from workflows.attributes import OUTCOME, POLICY_VERSION, REWARD, STOP_REASON, shorten
     from workflows.contracts import (
-        AcquireInput,
-        AcquireOutput,
-        ActInput,
         Action,
         ActionKind,
         ActOutput,
@@ -29,129 +30,139 @@ with workflow.unsafe.imports_passed_through():
         FinishReason,
         GenerateInput,
         GenerateOutput,
-        ReleaseInput,
         Sampling,
-        SandboxLease,
         StopReason,
         TurnRecord,
-        VerifyInput,
         VerifyOutput,
         derive_seed,
     )
-    from workflows.outcome import Boundary, judge, needs_verdict, stop_reason_of
+    from workflows.ending import Ended, ended_by
+    from workflows.outcome import Boundary, judge, needs_verdict
     from workflows.transcript import Transcript
 
 
-class _Ended(Exception):
-    """The attempt is over: internal, never crosses the workflow."""
-
-    def __init__(self, reason: StopReason, why: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.why = reason, why
+SURPLUS = "others were enough before it had ended"
+ACTION_BYTES = 80
+"""What a turn's row keeps of its action: the rows of a hundred turns go into one message."""
 
 
 @workflow.defn(name="Episode", failure_exception_types=[Exception])
 class Episode:
     def __init__(self) -> None:
         self._turns: list[TurnRecord] = []
-        self._lease: SandboxLease | None = None
         self._answer = ""
         self._sampled = 0
         self._sequence = 0
-        self._command_s = 0.0
         self._queue_s = 0.0
-        self._boot_s = 0.0
-        self._verify_s = 0.0
+        self._playing: asyncio.Task[tuple[StopReason, str, VerifyOutput | None]] | None = None
+        self._surplus = False
+
+    @workflow.signal
+    def surplus(self) -> None:
+        """Others were enough. Once the verdict is there this comes too late."""
+        self._surplus = True
+        if self._playing is not None:
+            self._playing.cancel()
 
     @workflow.run
     async def run(self, input: EpisodeInput) -> EpisodeSummary:
         self._input = input
         self._transcript = Transcript(input.attempt_id, input.task.task_id)
+        self._sandbox = AttemptSandbox(input, self._transcript)
         self._started_at = workflow.now().timestamp()
+        self._playing = asyncio.create_task(self._play_and_verify())
         try:
-            reason, why = await self._play()
-            verdict = None
-            if needs_verdict(reason):
-                verdict, reason, why = await self._verify(reason, why)
-        except (Exception, asyncio.CancelledError):
-            await self._release()
-            raise
+            reason, why, verdict = await self._playing
+            if verdict is None and workflow.cancellation_reason() is not None:
+                # A call that failed under the cancellation: the run's own end takes sandboxes away.
+                raise asyncio.CancelledError
+        except (Exception, asyncio.CancelledError) as error:
+            ours = self._surplus and is_cancelled_exception(error) and workflow.cancellation_reason() is None
+            if not ours:
+                await self._sandbox.release()
+                raise
+            reason, why, verdict = StopReason.SURPLUS, SURPLUS, None
         record = self._record(reason, why, verdict)
-        released = asyncio.create_task(self._release())
-        await policies.call(
-            "record_episode", record, type(None), policies.LINEAGE, summary=f"{record.outcome}: {shorten(record.why)}"
-        )
-        await released
+        released = asyncio.create_task(self._sandbox.release())
+        try:
+            summary = f"{record.outcome}: {shorten(record.why)}"
+            await policies.call("record_episode", record, type(None), policies.LINEAGE, summary=summary)
+        except ActivityError as error:
+            record = _unrecorded(record, ended_by(error, Boundary.STORAGE))
+        finally:
+            # Also when the record is refused before it is sent, as one that is too large.
+            await released
         self._show(record)
         return EpisodeSummary(**{name: getattr(record, name) for name in EpisodeSummary.model_fields})
+
+    async def _play_and_verify(self) -> tuple[StopReason, str, VerifyOutput | None]:
+        """The ending, why, and the verdict where the ending has one."""
+        reason, why = await self._play()
+        if not needs_verdict(reason):
+            return reason, why, None
+        verdict, reason, why = await self._verify(reason, why)
+        return reason, why, verdict
 
     # --- the turns ------------------------------------------------------------------------------------------------
 
     async def _play(self) -> tuple[StopReason, str]:
         """Turns until the attempt ends; the ending and why. The sandbox boots while the first answer is made."""
-        boot = asyncio.create_task(self._acquire())
+        boot = asyncio.create_task(self._sandbox.acquire())
         try:
             observation: str | None = None
             reminders = 0
             for turn in range(self._input.limits.max_turns):
+                self._check_wanted()
                 answer = await self._generate(turn, observation)
                 match answer.action.kind:
                     case ActionKind.FINAL:
                         self._answer = answer.action.answer
-                        raise _Ended(StopReason.FINISHED, f"answered {shorten(self._answer)!r}")
+                        raise Ended(StopReason.FINISHED, f"answered {shorten(self._answer)!r}")
                     case ActionKind.MALFORMED if answer.finish_reason is FinishReason.LENGTH:
-                        raise _Ended(StopReason.MAX_TOKENS, f"turn {turn} was cut at its token budget")
+                        raise Ended(StopReason.MAX_TOKENS, f"turn {turn} was cut at its token budget")
                     case ActionKind.MALFORMED if reminders == self._input.limits.malformed_reminders:
-                        raise _Ended(StopReason.MALFORMED_ACTION, answer.action.error)
+                        raise Ended(StopReason.MALFORMED_ACTION, answer.action.error)
                     case ActionKind.MALFORMED:
                         reminders += 1
                         observation = answer.action.error
                         self._transcript.note(turn, observation)
                     case ActionKind.COMMAND:
                         await boot
+                        self._check_wanted()
                         result = await self._act(turn, answer.action)
                         observation = result.observation()
-            raise _Ended(StopReason.MAX_TURNS, f"{self._input.limits.max_turns} turns are spent")
-        except _Ended as end:
+            raise Ended(StopReason.MAX_TURNS, f"{self._input.limits.max_turns} turns are spent")
+        except Ended as end:
+            if self._surplus:
+                await _given_up(boot)
+                return StopReason.SURPLUS, SURPLUS
             # The verdict, or the release, needs to know the sandbox.
-            with suppress(_Ended):
+            with suppress(Ended):
                 await boot
-            return (end.reason, end.why) if self._lease else await self._boot_failure(boot, end)
+            if self._surplus:
+                return StopReason.SURPLUS, SURPLUS
+            return (end.reason, end.why) if self._sandbox.lease else await self._boot_failure(boot, end)
         except (ActivityError, asyncio.CancelledError):
-            boot.cancel()
-            with suppress(_Ended, ActivityError, asyncio.CancelledError):
-                await boot
+            await _given_up(boot)
             raise
 
-    async def _boot_failure(self, boot: asyncio.Task[None], end: _Ended) -> tuple[StopReason, str]:
+    def _check_wanted(self) -> None:
+        """Raises Ended where the cancellation by `surplus` met a call that ended all the same."""
+        if self._surplus:
+            raise Ended(StopReason.SURPLUS, SURPLUS)
+
+    async def _boot_failure(self, boot: asyncio.Task[None], end: Ended) -> tuple[StopReason, str]:
         """An engine's failure stands; any other ending without a sandbox is the sandbox's loss."""
         if not needs_verdict(end.reason):
             return end.reason, end.why
         failure = boot.exception()
-        return (failure.reason, failure.why) if isinstance(failure, _Ended) else (end.reason, end.why)
-
-    async def _acquire(self) -> None:
-        message = AcquireInput(
-            run=self._input.run,
-            group_id=self._input.group_id,
-            attempt_id=self._input.attempt_id,
-            task=self._input.task,
-        )
-        try:
-            out = await policies.call(
-                "acquire", message, AcquireOutput, policies.SANDBOX, summary=f"sandbox for {self._input.task.task_id}"
-            )
-        except ActivityError as error:
-            raise _lost(error, Boundary.SANDBOX) from error
-        self._lease = out.lease
-        self._boot_s += out.timing.run_s
-        self._queue_s += out.timing.queue_s
+        return (failure.reason, failure.why) if isinstance(failure, Ended) else (end.reason, end.why)
 
     async def _generate(self, turn: int, observation: str | None) -> GenerateOutput:
         limits = self._input.limits
         left = min(limits.max_tokens_per_turn, limits.max_tokens - self._sampled)
         if left <= 0:
-            raise _Ended(StopReason.MAX_TOKENS, f"{limits.max_tokens} sampled tokens are spent")
+            raise Ended(StopReason.MAX_TOKENS, f"{limits.max_tokens} sampled tokens are spent")
         message = GenerateInput(
             run=self._input.run,
             attempt_id=self._input.attempt_id,
@@ -164,15 +175,21 @@ class Episode:
             sampling=Sampling(temperature=limits.temperature, max_tokens=left, context_length=limits.context_length),
             seed=derive_seed(self._input.seed, turn),
             priority=self._input.priority,
+            started_at=self._started_at,
+            timeout_s=limits.generate_timeout_s,
         )
         try:
             out = await policies.call(
-                "generate", message, GenerateOutput, policies.GENERATE, summary=self._transcript.summary(turn)
+                "generate",
+                message,
+                GenerateOutput,
+                policies.GENERATE,
+                summary=self._transcript.summary(turn),
             )
         except ActivityError as error:
-            raise _lost(error, Boundary.ENGINE) from error
+            raise ended_by(error, Boundary.ENGINE) from error
         if out.finish_reason is FinishReason.CONTEXT_FULL:
-            raise _Ended(
+            raise Ended(
                 StopReason.CONTEXT_FULL, f"the prompt of turn {turn} does not fit {limits.context_length} tokens"
             )
         self._sampled += out.sampled_tokens
@@ -184,70 +201,38 @@ class Episode:
 
     async def _act(self, turn: int, action: Action) -> ActOutput:
         limits = self._input.limits
-        left = limits.time_budget_s - self._command_s
-        timeout = min(limits.step_timeout_s, left)
-        assert self._lease is not None
-        message = ActInput(
-            lease=self._lease,
-            op_id=f"t{turn}",
-            turn=turn,
-            command=action.command,
-            step_timeout_s=timeout,
-            max_output_chars=limits.max_output_chars,
-        )
-        try:
-            out = await policies.call(
-                "act",
-                message,
-                ActOutput,
-                policies.SANDBOX.lasting(timeout),
-                summary=f"turn {turn}: {shorten(action.command)}",
-            )
-        except ActivityError as error:
-            raise _lost(error, Boundary.SANDBOX) from error
-        self._command_s += out.command_s
-        self._queue_s += out.timing.queue_s
+        timeout = min(limits.step_timeout_s, limits.time_budget_s - self._sandbox.command_s)
+        out = await self._sandbox.act(turn, action.command, timeout)
         self._turns[-1] = self._turns[-1].model_copy(
-            update={"exit_code": out.exit_code, "timed_out": out.timed_out, "act_s": out.timing.run_s}
+            update={
+                "exit_code": out.exit_code,
+                "timed_out": out.timed_out,
+                "output_digest": out.output_digest,
+                "act_s": out.timing.run_s,
+            }
         )
         self._transcript.acted(turn, out)
         if out.sandbox_broken:
-            raise _Ended(StopReason.SANDBOX_KILLED_BY_AGENT, out.sandbox_broken)
-        if self._command_s >= limits.time_budget_s or (out.timed_out and timeout < limits.step_timeout_s):
-            raise _Ended(StopReason.TIME_BUDGET, f"its commands ran {self._command_s:.1f} s")
+            raise Ended(StopReason.SANDBOX_KILLED_BY_AGENT, out.sandbox_broken)
+        spent = self._sandbox.command_s
+        if spent >= limits.time_budget_s or (out.timed_out and timeout < limits.step_timeout_s):
+            raise Ended(StopReason.TIME_BUDGET, f"its commands ran {spent:.1f} s")
         return out
 
     # --- the ending -----------------------------------------------------------------------------------------------
 
     async def _verify(self, reason: StopReason, why: str) -> tuple[VerifyOutput | None, StopReason, str]:
-        assert self._lease is not None
-        message = VerifyInput(lease=self._lease, task=self._input.task, answer=self._answer)
         try:
-            out = await policies.call(
-                "verify",
-                message,
-                VerifyOutput,
-                policies.VERIFY,
-                summary=f"verify {self._input.task.task_id}: {reason}",
-            )
-        except ActivityError as error:
-            end = _lost(error, Boundary.VERIFIER)
+            out = await self._sandbox.verify(self._answer, f"verify {self._input.task.task_id}: {reason}")
+        except Ended as end:
             return None, end.reason, end.why
-        self._verify_s += out.timing.run_s
-        self._queue_s += out.timing.queue_s
         self._transcript.verified(out)
         if out.tampered:
             return out, StopReason.TAMPERED, out.detail
         return out, reason, f"{why}; {out.detail}" if out.detail else why
 
-    async def _release(self) -> None:
-        """Runs on every way out. A release that fails is the sweep's work, not the attempt's fate."""
-        message = ReleaseInput(attempt_id=self._input.attempt_id, lease=self._lease)
-        with suppress(ActivityError):
-            await policies.call("release", message, type(None), policies.CLEAN_UP, summary="remove the sandbox")
-
     def _record(self, reason: StopReason, why: str, verdict: VerifyOutput | None) -> EpisodeRecord:
-        input = self._input
+        input, sandbox = self._input, self._sandbox
         judgement = judge(reason, verdict, input.limits.failure_reward)
         return EpisodeRecord(
             attempt_id=input.attempt_id,
@@ -262,38 +247,50 @@ class Episode:
             reward=judgement.reward,
             why=shorten(why, 400),
             tampered=bool(verdict and verdict.tampered),
-            image_id=self._lease.image_id if self._lease else "",
+            image_id=sandbox.lease.image_id if sandbox.lease else "",
+            evidence=sandbox.evidence,
+            replays=sandbox.replays,
             seed=input.seed,
             min_version=min((turn.min_version for turn in self._turns), default=None),
             max_version=max((turn.max_version for turn in self._turns), default=None),
             sampled_tokens=self._sampled,
             sequence_tokens=self._sequence,
             turns=self._turns,
-            queue_s=self._queue_s,
-            boot_s=self._boot_s,
+            queue_s=self._queue_s + sandbox.queue_s,
+            boot_s=sandbox.boot_s,
             generate_s=sum(turn.generate_s for turn in self._turns),
             act_s=sum(turn.act_s for turn in self._turns),
-            verify_s=self._verify_s,
+            verify_s=sandbox.verify_s,
             started_at=self._started_at,
             ended_at=workflow.now().timestamp(),
         )
 
     def _show(self, record: EpisodeRecord) -> None:
-        workflow.upsert_search_attributes(
-            [OUTCOME.value_set(record.outcome.value), STOP_REASON.value_set(record.stop_reason.value)]
-        )
+        # Together: each upsert is an event and a write to the server's visibility store.
+        updates: list[SearchAttributeUpdate[Any]] = [
+            OUTCOME.value_set(record.outcome.value),
+            STOP_REASON.value_set(record.stop_reason.value),
+        ]
         if record.max_version is not None:
-            workflow.upsert_search_attributes([POLICY_VERSION.value_set(record.max_version)])
+            updates.append(POLICY_VERSION.value_set(record.max_version))
         if record.reward is not None:
-            workflow.upsert_search_attributes([REWARD.value_set(record.reward)])
+            updates.append(REWARD.value_set(record.reward))
+        workflow.upsert_search_attributes(updates)
         self._transcript.ended(record)
 
 
-def _lost(error: ActivityError, boundary: Boundary) -> _Ended:
-    """The ending that a failed call means. Raises the error itself when it is our own cancellation."""
-    if is_cancelled_exception(error):
-        raise error
-    return _Ended(*stop_reason_of(error, boundary))
+async def _given_up(boot: asyncio.Task[None]) -> None:
+    """Cancel it and wait for its end, whatever that is."""
+    boot.cancel()
+    with suppress(Ended, ActivityError, asyncio.CancelledError):
+        await boot
+
+
+def _unrecorded(record: EpisodeRecord, end: Ended) -> EpisodeRecord:
+    """The record of an attempt whose row can't be written: without it nothing may train on it."""
+    judgement = judge(end.reason, None, 0.0)
+    changes = {"stop_reason": end.reason, "why": shorten(end.why, 400)}
+    return record.model_copy(update=changes | {"outcome": judgement.outcome, "reward": judgement.reward})
 
 
 def _turn_record(turn: int, out: GenerateOutput) -> TurnRecord:
@@ -308,7 +305,7 @@ def _turn_record(turn: int, out: GenerateOutput) -> TurnRecord:
         min_version=out.min_version,
         max_version=out.max_version,
         finish_reason=out.finish_reason,
-        action=shorten(action.get(out.action.kind, f"malformed: {out.action.error}"), 200),
+        action=shorten(action.get(out.action.kind, f"malformed: {out.action.error}"), ACTION_BYTES),
         generate_s=out.timing.run_s,
         queue_s=out.timing.queue_s,
     )

@@ -7,6 +7,7 @@
     ├── VerifierBrokenByAnswer   only this answer breaks the verifier
     ├── StorageError     the object store or the database
     ├── TrainerError     the DeepSpeed engine
+    ├── Undetermined     whose doing it was can't be told; always final
     ├── FencedError      an older attempt tried to commit
     └── InvalidConfig    the user's input; always final
 
@@ -16,20 +17,25 @@ Each seam raises these and nothing else; the worker's interceptor turns them int
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from workflows.contracts import FailureType
 
 
 class RatchetError(Exception):
-    """A failure at a known boundary. `retryable`: whether the same call may succeed later."""
+    """A failure at a known boundary. `retryable`: whether the same call may succeed later; `evidence`: what was
+    measured to name it, which the workflow keeps with the verdict."""
 
     failure: ClassVar[FailureType]
     default_retryable: ClassVar[bool] = True
 
-    def __init__(self, message: str, *, retryable: bool | None = None) -> None:
+    def __init__(
+        self, message: str, *, retryable: bool | None = None, evidence: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.retryable = self.default_retryable if retryable is None else retryable
+        self.evidence = dict(evidence or {})
 
 
 class EngineError(RatchetError):
@@ -55,6 +61,11 @@ class StorageError(RatchetError):
 
 class TrainerError(RatchetError):
     failure = FailureType.TRAINER
+
+
+class Undetermined(RatchetError):
+    failure = FailureType.UNDETERMINED
+    default_retryable = False
 
 
 class FencedError(RatchetError):

@@ -10,10 +10,10 @@ import asyncio
 from collections import defaultdict
 
 from temporalio import workflow
-from temporalio.exceptions import ChildWorkflowError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
+    from workflows.attempts import play
     from workflows.attributes import POLICY_VERSION, REWARD
     from workflows.contracts import (
         EpisodeInput,
@@ -25,7 +25,6 @@ with workflow.unsafe.imports_passed_through():
         TaskRef,
         derive_seed,
     )
-    from workflows.group import start_episode
 
 MAX_ATTEMPTS = 4
 
@@ -73,13 +72,13 @@ class Evaluation:
         async with self._slots:
             for attempt in range(MAX_ATTEMPTS):
                 summary = await self._attempt(index, attempt, task)
-                if summary is not None and summary.valid:
+                if summary.valid:
                     self._progress()
                     return kind, summary.reward
         self._progress()
         return kind, None
 
-    async def _attempt(self, index: int, attempt: int, task: TaskRef) -> EpisodeSummary | None:
+    async def _attempt(self, index: int, attempt: int, task: TaskRef) -> EpisodeSummary:
         input = self._input
         episode = EpisodeInput(
             run=input.run,
@@ -93,12 +92,7 @@ class Evaluation:
             seed=derive_seed(input.seed, "evaluation", index),
             priority=-1,
         )
-        try:
-            return await start_episode(episode)
-        except ChildWorkflowError as error:
-            if is_cancelled_exception(error):
-                raise
-            return None
+        return await play(episode)
 
     def _progress(self) -> None:
         self._done += 1

@@ -1,8 +1,11 @@
 """Group: the siblings of one task, which are scored against each other.
 
-Owns the replacement of attempts that infrastructure broke (a fresh attempt with the same seed, up to a budget for the
-group) and the closing: it reports exactly one GroupResult to its run by signal, whatever happens, so that the report
-arrives after a continue-as-new of the run too.
+Owns the replacement of attempts that infrastructure broke, or whose workflow an operator ended (a fresh attempt with
+the same seed, up to a budget for the group), and the closing: it reports exactly one GroupResult to its run by signal,
+whatever happens, so that the report arrives after a continue-as-new of the run too.
+
+It closes with its first `group_size` valid siblings; spare ones (`redundancy`) take the places of those that broke, and
+what still goes on at the closing is told to end as surplus. So is all of a group whose run sends `surplus`.
 """
 
 from __future__ import annotations
@@ -10,15 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from datetime import timedelta
 
 from temporalio import workflow
-from temporalio.exceptions import ChildWorkflowError, FailureError, TemporalError, is_cancelled_exception
-from temporalio.workflow import ParentClosePolicy
+from temporalio.exceptions import FailureError, TemporalError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
-    from workflows.attributes import REWARD, started
+    from workflows.attempts import play
+    from workflows.attributes import REWARD
+    from workflows.closing import close_group
     from workflows.contracts import (
         EpisodeInput,
         EpisodeKind,
@@ -29,24 +32,35 @@ with workflow.unsafe.imports_passed_through():
         derive_seed,
     )
 
-EPISODE_LIMIT = timedelta(hours=4)
-"""Backstop on one attempt; its own budgets end it long before."""
-
 
 @workflow.defn(name="Group")
 class Group:
     def __init__(self) -> None:
         self._endings: Counter[str] = Counter()
+        self._begun = 0
         self._replaced = 0
+        self._spared = 0
         self._first_sibling_at = 0.0
+        self._valid: dict[int, EpisodeSummary] = {}
+        """By sibling, the first valid ones to end."""
+        self._enough = asyncio.Event()
+        """No further attempt is needed."""
+        self._unwanted = False
+
+    @workflow.signal
+    def surplus(self) -> None:
+        """Its batch was cut without it: its siblings end, and it closes as surplus."""
+        self._unwanted = True
+        self._enough.set()
 
     @workflow.run
     async def run(self, input: GroupInput) -> GroupResult:
         self._input = input
         self._started_at = workflow.now().timestamp()
         try:
-            siblings = await asyncio.gather(*(self._sibling(index) for index in range(input.group_size)))
-            result = self._close([sibling for sibling in siblings if sibling is not None])
+            playing = asyncio.gather(*(self._sibling(index) for index in range(input.group_size + input.redundancy)))
+            await self._until_closable(playing)
+            result = self._closed()
             await policies.call(
                 "record_group",
                 result,
@@ -56,28 +70,55 @@ class Group:
             )
         except (asyncio.CancelledError, FailureError) as error:
             reason = "cancelled" if is_cancelled_exception(error) else f"failed: {error}"
-            await self._report(self._ended(reason=reason, eligible=False))
+            await self._report(self._without_members(reason))
             raise
         await self._report(result)
         workflow.set_current_details(f"**{result.group_id}**: {self._words(result)}, rewards {result.rewards}")
+        with suppress(FailureError):
+            await playing
         return result
 
-    async def _sibling(self, index: int) -> EpisodeSummary | None:
-        """The sibling's first valid attempt; None when the group's replacement budget is spent."""
+    async def _until_closable(self, playing: asyncio.Future[list[None]]) -> None:
+        """The group is whole, or all its siblings have ended."""
+        try:
+            await workflow.wait_condition(lambda: self._whole or playing.done())
+            if playing.done():
+                await playing
+        except asyncio.CancelledError:
+            playing.cancel()
+            with suppress(asyncio.CancelledError, FailureError):
+                await playing
+            raise
+
+    @property
+    def _whole(self) -> bool:
+        return len(self._valid) == self._input.group_size
+
+    async def _sibling(self, index: int) -> None:
+        """Attempts until one is valid, a spare sibling stands in, or the group's replacement budget is spent."""
         attempt = 0
-        while True:
+        while not self._enough.is_set():
             summary = await self._attempt(index, attempt)
             if not self._first_sibling_at:
                 self._first_sibling_at = workflow.now().timestamp()
-            if summary is not None and summary.valid:
-                return summary
-            if self._replaced >= self._input.max_replacements:
-                return None
+            if summary.valid:
+                self._take(index, summary)
+                return
+            if self._spared < self._input.redundancy:
+                self._spared += 1
+                return
+            if self._enough.is_set() or self._replaced >= self._input.max_replacements:
+                return
             self._replaced += 1
             attempt += 1
 
-    async def _attempt(self, index: int, attempt: int) -> EpisodeSummary | None:
-        """One attempt's summary; None when its workflow itself failed, which is our fault or an operator's."""
+    def _take(self, index: int, summary: EpisodeSummary) -> None:
+        if not self._whole:
+            self._valid[index] = summary
+        if self._whole:
+            self._enough.set()
+
+    async def _attempt(self, index: int, attempt: int) -> EpisodeSummary:
         input = self._input
         episode = EpisodeInput(
             run=input.run,
@@ -90,47 +131,42 @@ class Group:
             limits=input.limits,
             seed=derive_seed(input.seed, "sibling", index),
         )
-        try:
-            summary = await start_episode(episode)
-        except ChildWorkflowError as error:
-            if is_cancelled_exception(error):
-                raise
-            self._endings[Outcome.UNKNOWN] += 1
-            return None
+        self._begun += 1
+        summary = await play(episode, enough=self._enough)
         self._endings[summary.outcome] += 1
         return summary
 
-    def _close(self, siblings: list[EpisodeSummary]) -> GroupResult:
-        rewards = [sibling.reward for sibling in siblings if sibling.reward is not None]
-        if len(rewards) < self._input.group_size:
-            reason = "short_group"
-        elif max(rewards) == min(rewards):
-            reason = "no_signal"
-        else:
-            reason = ""
-        return self._ended(reason=reason, eligible=not reason, siblings=siblings)
+    def _closed(self) -> GroupResult:
+        if self._unwanted and not self._whole:
+            return self._without_members("surplus")
+        return self._kept(close_group(self._input, [self._valid[index] for index in sorted(self._valid)]))
 
-    def _ended(self, *, reason: str, eligible: bool, siblings: list[EpisodeSummary] | None = None) -> GroupResult:
-        input, siblings = self._input, siblings or []
-        versions = [version for sibling in siblings for version in (sibling.min_version, sibling.max_version)]
-        known = [version for version in versions if version is not None]
-        return GroupResult(
-            group_id=input.group_id,
-            number=input.number,
-            task_id=input.task.task_id,
-            members=[sibling.attempt_id for sibling in siblings],
-            rewards=[sibling.reward for sibling in siblings if sibling.reward is not None],
-            eligible=eligible,
-            reason=reason,
-            min_version=min(known, default=None),
-            max_version=max(known, default=None),
-            outcomes=dict(self._endings),
-            replaced=self._replaced,
-            sampled_tokens=sum(sibling.sampled_tokens for sibling in siblings),
-            started_at=self._started_at,
-            closed_at=workflow.now().timestamp(),
-            first_sibling_at=self._first_sibling_at,
+    def _without_members(self, reason: str) -> GroupResult:
+        """The group as it was cancelled, failed or surplus: no sibling counts, and that says nothing of the task."""
+        return self._kept(
+            GroupResult(
+                group_id=self._input.group_id,
+                number=self._input.number,
+                task_id=self._input.task.task_id,
+                members=[],
+                rewards=[],
+                eligible=False,
+                reason=reason,
+            )
         )
+
+    def _kept(self, result: GroupResult) -> GroupResult:
+        """`result` with what the group counted and timed."""
+        # What an operator ended, or what failed, ends otherwise.
+        going = self._begun - self._endings.total() if self._whole or self._unwanted else 0
+        counted = {
+            "outcomes": dict(self._endings + Counter({Outcome.SURPLUS.value: going})),
+            "replaced": self._replaced,
+            "started_at": self._started_at,
+            "closed_at": workflow.now().timestamp(),
+            "first_sibling_at": self._first_sibling_at,
+        }
+        return result.model_copy(update=counted)
 
     async def _report(self, result: GroupResult) -> None:
         """A run that has ended meanwhile needs no report."""
@@ -142,18 +178,3 @@ class Group:
 
     def _words(self, result: GroupResult) -> str:
         return "eligible" if result.eligible else f"not eligible ({result.reason})"
-
-
-async def start_episode(episode: EpisodeInput) -> EpisodeSummary:
-    """Run an attempt as a child of the calling workflow. Raises ChildWorkflowError when its workflow fails."""
-    summary: EpisodeSummary = await workflow.execute_child_workflow(
-        "Episode",
-        episode,
-        id=episode.attempt_id,
-        result_type=EpisodeSummary,
-        execution_timeout=EPISODE_LIMIT,
-        parent_close_policy=ParentClosePolicy.REQUEST_CANCEL,
-        search_attributes=started(episode.run, episode.task.task_id),
-        static_summary=f"{episode.task.task_id}, sibling {episode.index}, attempt {episode.attempt}",
-    )
-    return summary

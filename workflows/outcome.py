@@ -31,6 +31,7 @@ class Rule(StrEnum):
     FAILURE = "model failure with the failure reward"
     INFRA = "infrastructure"
     UNKNOWN = "unknown"
+    SURPLUS = "ended by us, others being enough"
 
 
 TABLE: dict[StopReason, Rule] = {
@@ -48,6 +49,7 @@ TABLE: dict[StopReason, Rule] = {
     StopReason.STORAGE_LOST: Rule.INFRA,
     StopReason.VERIFIER_LOST: Rule.INFRA,
     StopReason.UNDETERMINED: Rule.UNKNOWN,
+    StopReason.SURPLUS: Rule.SURPLUS,
 }
 
 _BY_FAILURE_TYPE: dict[str, StopReason] = {
@@ -56,6 +58,7 @@ _BY_FAILURE_TYPE: dict[str, StopReason] = {
     FailureType.STORAGE: StopReason.STORAGE_LOST,
     FailureType.VERIFIER: StopReason.VERIFIER_LOST,
     FailureType.VERIFIER_BROKEN: StopReason.VERIFIER_BROKEN_BY_ANSWER,
+    FailureType.UNDETERMINED: StopReason.UNDETERMINED,
 }
 
 _BY_BOUNDARY: dict[Boundary, StopReason] = {
@@ -91,12 +94,16 @@ def judge(stop_reason: StopReason, verdict: VerifyOutput | None, failure_reward:
             return Judgement(Outcome.INFRA_FAILURE, None)
         case Rule.UNKNOWN:
             return Judgement(Outcome.UNKNOWN, None)
+        case Rule.SURPLUS:
+            return Judgement(Outcome.SURPLUS, None)
 
 
 def stop_reason_of(error: BaseException, boundary: Boundary) -> tuple[StopReason, str]:
     """(ending, one sentence) for a failed call across `boundary`. The innermost failure that says anything decides."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ApplicationError) and cause.type == FailureType.WORKER:
+            return _BY_BOUNDARY[boundary], f"the worker was lost ({cause.message})"
         if isinstance(cause, ApplicationError):
             return _BY_FAILURE_TYPE.get(cause.type or "", StopReason.UNDETERMINED), f"{cause.type}: {cause.message}"
         if isinstance(cause, TimeoutError):
@@ -110,6 +117,15 @@ def stop_reason_of(error: BaseException, boundary: Boundary) -> tuple[StopReason
             return StopReason.UNDETERMINED, f"{type(cause).__name__}: {cause}"
         cause = cause.__cause__
     return StopReason.UNDETERMINED, f"{type(error).__name__}: {error}"
+
+
+def evidence_of(error: BaseException) -> dict[str, str]:
+    """What was measured to name a failed call's failure; empty where nothing had to be."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ApplicationError):
+        cause = cause.__cause__
+    found = cause.details[0] if cause is not None and cause.details else {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _name(kind: TimeoutType | None) -> str:

@@ -41,8 +41,10 @@ def _retry(first_s: float, longest_s: float, attempts: int) -> RetryPolicy:
     )
 
 
-GENERATE = Policy(timedelta(minutes=10), timedelta(seconds=10), _retry(0.5, 10, 12))
-"""One answer of the engine; outlasts an engine's restart."""
+GENERATE = Policy(timedelta(hours=1), timedelta(seconds=10), _retry(0.5, 10, 12))
+"""One answer of the engine; outlasts an engine's restart. Most of the time-out is for waiting in the worker until an
+engine has room, which is nobody's failure: the request has a shorter one (`rollout.generate_timeout_s`), and heartbeats
+tell of a dead worker."""
 SANDBOX = Policy(
     timedelta(seconds=90),
     timedelta(seconds=10),
@@ -50,11 +52,16 @@ SANDBOX = Policy(
     cancellation=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
 )
 """One call on a sandbox, exactly once by its key; outlasts a restart of the daemon."""
+ACQUIRE = replace(SANDBOX, start_to_close=timedelta(hours=6))
+"""Most of it is for waiting until the host has room for one more, which is nobody's failure; heartbeats tell of a dead
+worker."""
 VERIFY = replace(SANDBOX, start_to_close=timedelta(minutes=6))
 """Two checks, and the proof on the oracle in a fresh sandbox where both broke."""
 CLEAN_UP = Policy(timedelta(minutes=2), timedelta(seconds=15), _retry(0.5, 10, 20))
 LINEAGE = Policy(timedelta(minutes=1), timedelta(seconds=15), _retry(0.2, 10, 0), timedelta(hours=2))
 """A short idempotent database write."""
+JANITOR = Policy(timedelta(minutes=5), timedelta(seconds=30), _retry(1, 30, 3), timedelta(minutes=8))
+"""One part of a pass; gives up where no worker takes it, and the next pass tries again."""
 CHECK = Policy(timedelta(minutes=2), timedelta(seconds=30), _retry(0.5, 10, 20))
 UPDATE = Policy(timedelta(hours=6), timedelta(seconds=20), _retry(1, 30, 20))
 PUBLISH = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 20))

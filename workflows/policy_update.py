@@ -11,11 +11,18 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
+from temporalio.exceptions import (
+    ActivityError,
+    ApplicationError,
+    CancelledError,
+    ChildWorkflowError,
+    TerminatedError,
+    is_cancelled_exception,
+)
 from temporalio.workflow import ParentClosePolicy
 
 from workflows import policies
-from workflows.admission import pick_tasks
+from workflows.admission import end_surplus, pick_tasks
 from workflows.attributes import started
 from workflows.contracts import (
     ApplyInput,
@@ -26,11 +33,14 @@ from workflows.contracts import (
     FailureType,
     LeaseEnginesInput,
     LeaseEnginesOutput,
+    OnStale,
     PublishInput,
     PublishOutput,
     Queue,
     ReserveBatchInput,
     ReserveBatchOutput,
+    ScoreInput,
+    ScoreOutput,
     ServeInput,
     ServeOutput,
     Split,
@@ -41,7 +51,7 @@ from workflows.contracts import (
     engine_queue,
 )
 from workflows.failures import sentence
-from workflows.run_state import Carry
+from workflows.run_state import MAX_EMPTY_BATCHES, Carry
 
 APPLY_ROUNDS = 5
 LEASE_EVERY = timedelta(seconds=5)
@@ -102,25 +112,64 @@ async def start_parts(run: str, carry: Carry, say: Say) -> None:
     carry.checkpoint = trainer.checkpoint
 
 
-async def update(run: str, carry: Carry, say: Say) -> None:
-    """Cut the batch, reserve its rows, make the step."""
-    now = workflow.now().timestamp()
-    batch = carry.pool.cut(carry.rules)
-    carry.collected_s = now - carry.batch_opened_at
-    waited = {
-        "to_trainable_batch": carry.collected_s,
-        "wait_for_siblings": mean([group.closed_at - group.first_sibling_at for group in batch]),
-        "wait_for_batch": mean([now - group.closed_at for group in batch]),
-    }
-    carry.batch_opened_at = now
+async def hold_out_divergent(run: str, carry: Carry, weighed: dict[int, int], say: Say) -> None:
+    """Before a batch is cut: groups whose policy is further from today's than training.max_divergence leave the pool,
+    so that others take their place. Age is only a guard; tokens of today's weights are not measured.
+
+    `weighed`: by group, the version against which it was measured last."""
+    config, version, rules = carry.config, carry.policy_version, carry.rules
+    if config.training.on_stale is not OnStale.DROP:
+        return
+    while numbers := [
+        group.number
+        for group in carry.pool.next_batch(rules)
+        if group.min_version is not None and group.min_version < version and weighed.get(group.number) != version
+    ]:
+        say(f"weighing {len(numbers)} groups of earlier versions")
+        out = await policies.call(
+            "score",
+            ScoreInput(run=run, config=_config_json(carry), checkpoint=carry.checkpoint, groups=numbers),
+            ScoreOutput,
+            policies.UPDATE,
+            summary=f"divergence of {len(numbers)} groups from version {version}",
+            queue=Queue.TRAINING,
+        )
+        weighed.update(dict.fromkeys(numbers, version))
+        limit = config.training.max_divergence
+        carry.pool.drop(
+            "beyond_divergence", [n for n, value in zip(numbers, out.divergences, strict=True) if value > limit]
+        )
+    carry.pool.mark(rules, workflow.now().timestamp())
+
+
+async def update(run: str, carry: Carry, say: Say) -> bool:
+    """Cut the batch, reserve its rows, make the step. False when the batch taught nothing: it is used up, no step is
+    made, and the run collects again. Raises ApplicationError after too many of those in a row."""
+    now, rules = workflow.now().timestamp(), carry.rules
+    opened_at, complete_at = carry.batch_opened_at or now, carry.pool.complete_at or now
+    batch = carry.pool.cut(rules)
+    carry.pool.mark(rules, now)
+    next_opened_at = now if carry.pool.collects(rules) else 0.0
+    await end_surplus(run, carry.pool.surplus)
+    carry.short_share = mean([float(group.short) for group in batch])
     step = carry.step + 1
     reserved = await policies.call(
         "reserve_batch",
-        ReserveBatchInput(run=run, step=step, policy_version=carry.policy_version, groups=batch, waited=waited),
+        ReserveBatchInput(
+            run=run,
+            step=step,
+            policy_version=carry.policy_version,
+            groups=batch,
+            opened_at=opened_at,
+            complete_at=complete_at,
+            dropped=carry.pool.take_untold(),
+            tries=carry.void_batches,
+        ),
         ReserveBatchOutput,
         policies.LINEAGE,
         summary=f"batch of step {step}: {len(batch)} groups",
     )
+    carry.wait = reserved.wait
     say(f"updating: step {step} on {reserved.episodes} episodes")
     out = await policies.call(
         "update",
@@ -136,8 +185,29 @@ async def update(run: str, carry: Carry, say: Say) -> None:
         summary=f"step {step} on {reserved.episodes} episodes",
         queue=Queue.TRAINING,
     )
+    carry.pool.left_out(out.dropped)
+    if out.void:
+        _note_void(carry, out.void)
+        return False
+    carry.void_batches = 0
+    carry.batch_opened_at = next_opened_at
     carry.step, carry.checkpoint = out.step, out.checkpoint
-    carry.reward = mean([reward for group in batch for reward in group.rewards])
+    carry.reward = reserved.reward
+    carry.warning = out.warning
+    carry.adapt(out.metrics.get("off_policy/divergence"))
+    return True
+
+
+def _note_void(carry: Carry, why: str) -> None:
+    """The next batch counts its wait from the last one that trained."""
+    carry.void_batches += 1
+    carry.trained(workflow.now().timestamp())
+    if carry.void_batches == MAX_EMPTY_BATCHES:
+        raise ApplicationError(
+            f"{MAX_EMPTY_BATCHES} batches in a row taught nothing, the last one because {why}",
+            type=FailureType.TRAINER,
+            non_retryable=True,
+        )
 
 
 async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
@@ -203,16 +273,24 @@ async def evaluate(run: str, carry: Carry, say: Say) -> None:
         limits=carry.config.rollout.limits(),
         seed=carry.config.seed,
     )
-    result = await workflow.execute_child_workflow(
-        "Evaluation",
-        message,
-        id=message.evaluation_id,
-        task_queue=Queue.EPISODES,
-        result_type=EvaluationResult,
-        parent_close_policy=ParentClosePolicy.REQUEST_CANCEL,
-        search_attributes=started(run),
-        static_summary=f"held-out tasks under version {carry.policy_version}",
-    )
+    try:
+        result = await workflow.execute_child_workflow(
+            "Evaluation",
+            message,
+            id=message.evaluation_id,
+            task_queue=Queue.EPISODES,
+            result_type=EvaluationResult,
+            parent_close_policy=ParentClosePolicy.REQUEST_CANCEL,
+            search_attributes=started(run),
+            static_summary=f"held-out tasks under version {carry.policy_version}",
+        )
+    except ChildWorkflowError as error:
+        if workflow.cancellation_reason() is not None or not isinstance(error.cause, CancelledError | TerminatedError):
+            raise
+        # An operator ended the evaluation alone: the run goes on without it.
+        say(f"the evaluation of version {carry.policy_version} was ended by hand")
+        carry.evaluated_version = carry.policy_version
+        return
     carry.evaluation_last = result.mean_reward
     carry.evaluated_version = carry.policy_version
     if carry.evaluation_first is None:

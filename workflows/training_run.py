@@ -8,7 +8,6 @@ knows crosses continue-as-new in one Carry. On every way out it ends its groups,
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -39,8 +38,6 @@ with workflow.unsafe.imports_passed_through():
 
 WATCHDOG_S = 60.0
 """Without a report for so long (doubling up to ten times), the run asks whether its groups still live."""
-MAX_EMPTY_BATCHES = 3
-"""Batches in a row without an eligible group after which the run ends."""
 STOP_LIMIT = timedelta(minutes=3)
 
 
@@ -51,7 +48,7 @@ class TrainingRun:
         self._carry: Carry | None = None
         self._admission: Admission | None = None
         self._early_reports: list[GroupResult] = []
-        self._early_pause = False
+        self._early_pause: bool | None = None
         self._reports = 0
         self._ended: RunState | None = None
         self._doing = "checking the configuration"
@@ -64,11 +61,9 @@ class TrainingRun:
         if self._carry is None:
             self._early_reports.append(result)
             return
-        if not self._carry.pool.close(result):
-            return
-        self._reports += 1
-        self._carry.outcomes = dict(Counter(self._carry.outcomes) + Counter(result.outcomes))
-        self._show()
+        if self._carry.close(result, workflow.now().timestamp()):
+            self._reports += 1
+            self._show()
 
     @workflow.signal
     def pause(self) -> None:
@@ -102,6 +97,8 @@ class TrainingRun:
             else:
                 self._adopt(carry)
             await self._train()
+            # What is in flight would train nothing, and takes the machine from the evaluation.
+            await self._end_groups(self._state_now)
             await policy_update.evaluate(self._run, self._state_now, self._say)
         except (asyncio.CancelledError, FailureError) as error:
             cancelled = is_cancelled_exception(error)
@@ -133,7 +130,7 @@ class TrainingRun:
             summary="check model, taskset, engines",
         )
         config = config.model_copy(update={"model": opened.model})
-        carry = Carry(config=config, opened=opened, paused=self._early_pause)
+        carry = Carry(config=config, opened=opened, paused=bool(self._early_pause))
         self._adopt(carry)
         await policy_update.lease_engines(self._run, self._say)
         await policy_update.start_parts(self._run, carry, self._say)
@@ -144,6 +141,9 @@ class TrainingRun:
 
     def _adopt(self, carry: Carry) -> None:
         self._carry = carry
+        if self._early_pause is not None:
+            # Signalled between two executions.
+            carry.paused = self._early_pause
         for result in self._early_reports:
             self.group_done(result)
         self._early_reports.clear()
@@ -158,11 +158,16 @@ class TrainingRun:
         carry = self._state_now
         steps, every = carry.config.training.steps, carry.config.evaluation.every
         admission = self._admission = Admission(self._run, carry)
+        weighed: dict[int, int] = {}
         while carry.step < steps and await self._collect(admission):
-            await policy_update.update(self._run, carry, self._say)
+            await policy_update.hold_out_divergent(self._run, carry, weighed, self._say)
+            if not carry.pool.batch_is_ready(carry.rules):
+                continue
+            if not await policy_update.update(self._run, carry, self._say):
+                continue
             await policy_update.publish_and_apply(self._run, carry, self._say)
             await self._record_progress()
-            carry.pool.trained()
+            carry.trained(workflow.now().timestamp())
             carry.steps_in_history += 1
             if every and carry.step % every == 0 and carry.step < steps:
                 await policy_update.evaluate(self._run, carry, self._say)
@@ -170,45 +175,39 @@ class TrainingRun:
                 await self._continue_as_new(admission)
 
     async def _collect(self, admission: Admission) -> bool:
-        """Wait for a batch. False when the taskset has nothing left to teach."""
+        """Wait for a batch, however long an outage lasts. False when the taskset has nothing left to teach."""
         carry = self._state_now
         patience_s = WATCHDOG_S
-        self._say("collecting a batch")
+        again = f" again: {carry.void_batches} in a row taught nothing" if carry.void_batches else ""
+        self._say(f"collecting a batch{again}")
         while True:
             if admission.task.done():
                 admission.task.result()
+            if self._state() is not carry.row_state:
+                await self._record_progress()
+            if workflow.info().is_continue_as_new_suggested():
+                await self._continue_as_new(admission)
             if not carry.paused:
-                carry.pool.drop_stale(carry.rules, carry.policy_version)
+                carry.drop_stale(workflow.now().timestamp())
                 if carry.pool.batch_is_ready(carry.rules):
                     carry.empty_batches = 0
                     return True
-                if carry.pool.spent(carry.rules) and not carry.pool.ready and not self._another_round():
-                    return False
-            seen, paused = self._reports, carry.paused
+                if carry.pool.spent(carry.rules) and not carry.pool.ready:
+                    self._reason = carry.another_round()
+                    if self._reason:
+                        return False
+            seen = self._reports
 
-            def moved(seen: int = seen, paused: bool = paused) -> bool:
-                return self._reports != seen or carry.paused != paused or admission.task.done()
+            def moved(seen: int = seen) -> bool:
+                return self._reports != seen or self._state() is not carry.row_state or admission.task.done()
 
             try:
-                await workflow.wait_condition(moved, timeout=patience_s if carry.pool.in_flight else None)
+                await workflow.wait_condition(moved, timeout=patience_s)
                 patience_s = WATCHDOG_S
             except TimeoutError:
                 patience_s = min(2 * patience_s, 10 * WATCHDOG_S)
-                for lost in await lost_groups(self._run, carry):
+                for lost in await lost_groups(self._run, carry) if carry.pool.in_flight else []:
                     self.group_done(lost)
-
-    def _another_round(self) -> bool:
-        """Admit another batch's worth of groups where none gave a signal; False after too many of those."""
-        carry = self._state_now
-        carry.empty_batches += 1
-        carry.pool.another_round()
-        if carry.empty_batches < MAX_EMPTY_BATCHES:
-            return True
-        self._reason = (
-            f"no group of the last {carry.empty_batches} x {carry.rules.refill_limit} could train"
-            f" (dropped in all: {carry.pool.dropped}): the taskset has nothing left to teach this policy"
-        )
-        return False
 
     def _history_is_long(self) -> bool:
         carry = self._state_now
@@ -267,22 +266,22 @@ class TrainingRun:
 
     async def _record_progress(self) -> None:
         carry = self._state_now
-        attributes = [POLICY_VERSION.value_set(carry.policy_version)]
-        workflow.upsert_search_attributes(attributes)
+        carry.row_state = self._state()
+        workflow.upsert_search_attributes([POLICY_VERSION.value_set(carry.policy_version)])
         if carry.reward is not None:
             workflow.upsert_search_attributes([REWARD.value_set(carry.reward)])
         await policies.call(
             "record_progress",
             RunProgress(
                 run=self._run,
-                state=self._state(),
+                state=carry.row_state,
                 step=carry.step,
                 policy_version=carry.policy_version,
                 reason=self._why(),
             ),
             type(None),
             policies.LINEAGE,
-            summary=f"step {carry.step}",
+            summary=f"step {carry.step}, {carry.row_state}",
         )
 
     # --- what people see ------------------------------------------------------------------------------------------
@@ -294,16 +293,10 @@ class TrainingRun:
             return RunState.STARTING
         if self._carry.paused:
             return RunState.PAUSED
-        return RunState.DEGRADED if self._admission and self._admission.degraded else RunState.RUNNING
+        return RunState.DEGRADED if self._carry.pool.degraded else RunState.RUNNING
 
     def _why(self) -> str:
-        if self._state() is not RunState.DEGRADED:
-            return self._reason
-        carry = self._state_now
-        return (
-            f"the last {carry.pool.without_valid} groups closed without a valid sibling: admission is held and one"
-            f" group at a time probes; endings so far: {carry.outcomes}"
-        )
+        return self._state_now.why_degraded() if self._state() is RunState.DEGRADED else self._reason
 
     def _say(self, doing: str) -> None:
         self._doing = doing

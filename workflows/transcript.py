@@ -40,6 +40,10 @@ class Transcript:
         self._last = f"after a reminder: {shorten(text, 60)}"
         self._add(f"turn {turn}: reminder", text)
 
+    def replayed(self, replays: int, commands: int, why: str) -> None:
+        agree = f"{commands} commands replayed into a fresh sandbox, all ended as before"
+        self._add(f"**sandbox lost** (loss {replays}); {agree}", why)
+
     def verified(self, out: VerifyOutput) -> None:
         self._add(f"**verdict**: {'passed' if out.passed else 'failed'}, reward {out.reward:g}", out.detail)
 

@@ -1,8 +1,9 @@
 """The `generate` activity: one answer of the policy, its tokens recorded, its action read.
 
 Promises: what the engine returned is what is stored, ids and log-probabilities and the weight version of each token;
-no token of unproven or foreign weights is stored; each try writes its own object, which nothing overwrites. Called by
-the Episode workflow; cancelling it aborts the engine's request.
+no token of unproven or foreign weights is stored; each try writes its own object, which nothing overwrites. Time in
+which no engine had room or served the run counts as waiting, not as generation. Called by the Episode workflow;
+cancelling it aborts the engine's request.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from temporalio import activity
 
-from activities.generation.engine import EngineClient, Generation
+from activities.generation.engine import Affinity, EngineClient, Generation
 from activities.generation.harness import initial_messages, observation_message, parse_action
-from activities.generation.routing import EnginePool
+from activities.generation.routing import Ask, Cached, EnginePool
 from activities.generation.transcript import Template
 from storage.objects import ObjectStore
 from tasksets.base import Taskset
@@ -70,7 +71,7 @@ class GenerationActivities:
                 prompt_tokens=len(prompt),
                 timing=Timing(queue_s=queue_s, run_s=time.monotonic() - began),
             )
-        engine, answer, versions = await self._sample(message, prompt, min(room, message.sampling.max_tokens), template)
+        answer, versions, engine, waited_s = await self._sample(message, prompt, earlier, room, template)
         text = template.text(answer.token_ids)
         segment = _segment(message, added, answer, versions, text=text, engine=engine)
         key = segment_key(message.run, message.attempt_id, message.turn, info.attempt)
@@ -87,7 +88,7 @@ class GenerationActivities:
             cached_tokens=answer.cached_tokens,
             min_version=min(versions),
             max_version=max(versions),
-            timing=Timing(queue_s=queue_s, run_s=time.monotonic() - began),
+            timing=Timing(queue_s=queue_s + waited_s, run_s=time.monotonic() - began - waited_s),
         )
 
     async def _prompt(self, template: Template, message: GenerateInput, earlier: list[Segment]) -> list[int]:
@@ -99,25 +100,31 @@ class GenerationActivities:
         return template.continuation(earlier[-1].token_ids[-1], observation_message(message.observation or ""))
 
     async def _sample(
-        self, message: GenerateInput, prompt: list[int], max_tokens: int, template: Template
-    ) -> tuple[str, Generation, list[int]]:
-        """(engine, answer, version per token) of the first engine that gives an answer from proven weights."""
+        self, message: GenerateInput, prompt: list[int], earlier: list[Segment], room: int, template: Template
+    ) -> tuple[Generation, list[int], str, float]:
+        """(answer, version per token, engine, seconds waited) of the first engine that answers from proven weights."""
+        ask, waited_s = _ask(message, earlier), 0.0
         for attempt in range(TRIES):
-            engine = await self._pool.choose(message.run, message.session)
-            try:
-                answer = await engine.generate(
-                    prompt,
-                    temperature=message.sampling.temperature,
-                    max_tokens=max_tokens,
-                    seed=message.seed,
-                    stop_token_ids=[template.end_of_turn],
-                    priority=message.priority,
-                )
-                return engine.info.name, answer, await proven_versions(engine, message.run, answer)
-            except EngineError as error:
-                self._pool.suspect(engine)
-                if not error.retryable or attempt == TRIES - 1:
-                    raise
+            async with self._pool.engine(ask) as grant:
+                waited_s += grant.waited_s
+                try:
+                    answer = await grant.client.generate(
+                        prompt,
+                        temperature=message.sampling.temperature,
+                        max_tokens=min(room, message.sampling.max_tokens),
+                        seed=message.seed,
+                        stop_token_ids=[template.end_of_turn],
+                        priority=message.priority,
+                        cache_salt=grant.cache_salt,
+                        affinity=ask.affinity,
+                        timeout_s=message.timeout_s,
+                    )
+                    versions = await proven_versions(grant.witnesses, message.run, answer)
+                    return answer, versions, grant.client.info.name, waited_s
+                except EngineError as error:
+                    grant.suspect()
+                    if not error.retryable or attempt == TRIES - 1:
+                        raise
         raise AssertionError("the loop returns or raises")
 
     async def _segment(self, key: str) -> Segment:
@@ -139,8 +146,20 @@ def segment_key(run: str, attempt_id: str, turn: int, activity_attempt: int) -> 
     return f"runs/{run}/trajectories/{attempt_id.removeprefix(f'{run}/')}/t{turn}-{activity_attempt}.json"
 
 
-async def proven_versions(engine: EngineClient, run: str, answer: Generation) -> list[int]:
-    """The policy version of each sampled token.
+def _ask(message: GenerateInput, earlier: list[Segment]) -> Ask:
+    """The prompt of a first turn is made of its task, so that siblings share it, and samples of one held-out task."""
+    task = message.task
+    return Ask(
+        run=message.run,
+        affinity=Affinity(message.session, f"{task.taskset}/{task.split}/{task.task_id}"),
+        last=Cached(earlier[-1].engine, earlier[-1].versions[-1]) if earlier else None,
+        priority=message.priority,
+        started_at=message.started_at,
+    )
+
+
+async def proven_versions(witnesses: Sequence[EngineClient], run: str, answer: Generation) -> list[int]:
+    """The policy version of each sampled token; `witnesses` are the engines of which one made them.
 
     Tokens of weights in proof wait for it. Raises EngineError, retryable, for tokens of another run, of unknown
     weights, or of weights whose proof fails or does not come: they are nobody's.
@@ -148,9 +167,9 @@ async def proven_versions(engine: EngineClient, run: str, answer: Generation) ->
     policies = {label: parse_policy_label(label) for label in answer.labels}
     for label, policy in policies.items():
         if policy is None or policy[0] != run:
-            raise EngineError(f"{engine.info.name}: tokens from weights labelled {label!r}, not of {run}")
+            raise EngineError(f"{_names(witnesses)}: tokens from weights labelled {label!r}, not of {run}")
     if unproven := [policy[1] for policy in policies.values() if policy and not policy[2]]:
-        await _await_proof(engine, run, max(unproven))
+        await _await_proof(witnesses, run, max(unproven))
     return [
         policy[1]
         for span in answer.spans
@@ -159,22 +178,30 @@ async def proven_versions(engine: EngineClient, run: str, answer: Generation) ->
     ]
 
 
-async def _await_proof(engine: EngineClient, run: str, version: int) -> None:
-    """Return once the engine carries proven weights of at least `version`.
+async def _await_proof(witnesses: Sequence[EngineClient], run: str, version: int) -> None:
+    """Return once no witness carries the version unproven any more, and one has proved at least it.
 
     A later version implies it: a load whose proof failed is followed by a label of nobody for longer than this waits.
+    Of several witnesses nobody knows which one it was, so that one with a label of nobody costs the answer.
     """
     deadline = time.monotonic() + PROOF_S
     while True:
-        label = await engine.label()
-        policy = parse_policy_label(label)
-        if policy is None or policy[0] != run:
-            raise EngineError(f"{engine.info.name}: version {version} was not proven; the engine carries {label!r}")
-        if (policy[1] == version and policy[2]) or policy[1] > version:
+        labels = await asyncio.gather(*(engine.label() for engine in witnesses))
+        carried = [parse_policy_label(label) for label in labels]
+        policies = [policy for policy in carried if policy is not None and policy[0] == run]
+        if len(policies) < len(carried):
+            found = ", ".join(map(repr, labels))
+            raise EngineError(f"{_names(witnesses)}: version {version} was not proven; found {found}")
+        unproven = any(policy[1] == version and not policy[2] for policy in policies)
+        if not unproven and any(policy[1] >= version for policy in policies):
             return
         if time.monotonic() > deadline:
-            raise EngineError(f"{engine.info.name}: version {version} was not proven in {PROOF_S:.0f} s")
+            raise EngineError(f"{_names(witnesses)}: version {version} was not proven in {PROOF_S:.0f} s")
         await asyncio.sleep(PROOF_EVERY_S)
+
+
+def _names(engines: Sequence[EngineClient]) -> str:
+    return ", ".join(engine.info.name for engine in engines)
 
 
 def _segment(

@@ -7,22 +7,37 @@ call closes its connection, upon which the engine drops the request. Called by t
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 
+from activities.generation.pressure import Pressure
 from activities.generation.server import SERVED_NAME
-from workflows.contracts import EngineInfo, FinishReason
+from workflows.contracts import EngineInfo, FinishReason, parse_policy_label
 from workflows.errors import EngineError
 
-GENERATE_S = 480.0
-"""Below the activity's start-to-close time-out, so that a stuck request is named by the engine and not by the clock."""
+GENERATE_PATH = "/inference/v1/generate"
+GENERATE_S = 600.0
 CONTROL_S = 300.0
 """Longest pause, reload or score: a load of a large model."""
 ASK_S = 5.0
 PROBE_PRIORITY = -1000
 """Before every rollout: an engine that proves itself is out of rotation until it has."""
+PASSING = (408, 425, 429)
+"""Refusals of what stands between us and the engine that say: later."""
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
+]
+"""A machine that is gone says nothing: its requests fail after 25 s, not when they should long have been answered."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -32,6 +47,22 @@ class VersionSpan(NamedTuple):
     label: str
     start: int
     end: int
+
+
+class Affinity(NamedTuple):
+    """What a request has in common with others, for whoever stands between us and the engine."""
+
+    session: str
+    """The episode: its later turns begin with this one's tokens."""
+    prefix: str
+    """What the prompt is made of: siblings share it."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """`X-Session-ID` is what a router is told to hash (vLLM's router and production stack, Envoy, Caddy), the next
+        what SGLang's gateway hashes by itself; the last keeps siblings together where a router is told to hash it."""
+        session, prefix = quote(self.session), quote(self.prefix)
+        return {"X-Session-ID": session, "X-SMG-Routing-Key": session, "X-Ratchet-Prefix": prefix}
 
 
 @dataclass(frozen=True)
@@ -61,7 +92,7 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=info.url,
             timeout=ASK_S,
-            transport=transport or httpx.AsyncHTTPTransport(limits=limits, retries=1),
+            transport=transport or httpx.AsyncHTTPTransport(limits=limits, retries=1, socket_options=KEEP_ALIVE),
         )
 
     async def close(self) -> None:
@@ -77,8 +108,13 @@ class EngineClient:
         stop_token_ids: list[int],
         priority: int = 0,
         cache_salt: str | None = None,
+        affinity: Affinity | None = None,
+        timeout_s: float = GENERATE_S,
     ) -> Generation:
-        """Sample up to `max_tokens` tokens after `token_ids`. A sampled stop token is part of the answer."""
+        """Sample up to `max_tokens` tokens after `token_ids`. A sampled stop token is part of the answer.
+
+        Of the engine's cached prefixes only those made under the same `cache_salt` are used. An answer that takes
+        longer than `timeout_s` from an engine that works is a final EngineError: it would as well the next time."""
         sampling = {
             "temperature": temperature,
             "max_tokens": max_tokens,
@@ -87,9 +123,18 @@ class EngineClient:
             "logprobs": 0,
             "detokenize": False,
         }
-        body = {"token_ids": token_ids, "sampling_params": sampling, "priority": priority}
-        answer = await self._generate(body if cache_salt is None else body | {"cache_salt": cache_salt})
-        return _generation(answer, self.info.name)
+        body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "priority": priority}
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        try:
+            answer = await self._generate(body, read_s=timeout_s, headers=affinity.headers if affinity else None)
+        except EngineError as error:
+            if not isinstance(error.__cause__, httpx.ReadTimeout) or not await self._works():
+                raise
+            words = f"{self.info.name}: no answer within {timeout_s:g} s (rollout.generate_timeout_s)"
+            raise EngineError(words, retryable=False) from error
+        with self._reading():
+            return _generation(answer, self.info.name)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each token given those before it, at temperature 1; the first is 0.0. Never cached."""
@@ -97,8 +142,9 @@ class EngineClient:
         answer = await self._generate(
             {"token_ids": token_ids, "sampling_params": sampling, "priority": PROBE_PRIORITY}, read_s=CONTROL_S
         )
-        rest = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        return [0.0, *(position[str(token)]["logprob"] for token, position in rest)]
+        with self._reading():
+            rest = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            return [0.0, *(position[str(token)]["logprob"] for token, position in rest)]
 
     async def cached_tokens(self, token_ids: list[int]) -> int:
         """How many tokens of a prompt the engine finds in its prefix cache; they are in it afterwards."""
@@ -106,11 +152,20 @@ class EngineClient:
         answer = await self._generate(
             {"token_ids": token_ids, "sampling_params": sampling, "priority": PROBE_PRIORITY}, read_s=CONTROL_S
         )
-        return _cached(answer)
+        with self._reading():
+            return _cached(answer)
 
     async def label(self) -> str:
         """The weight label that the engine carries now."""
-        return str((await self._call("GET", "/weight_info"))["weight_version"])
+        answer = await self._call("GET", "/weight_info")
+        with self._reading():
+            return str(answer["weight_version"])
+
+    async def pressure(self) -> Pressure:
+        """How busy the engine is, by its own figures."""
+        response = await self._request("GET", "/metrics")
+        with self._reading():
+            return Pressure.parse(response.text)
 
     async def set_label(self, label: str) -> None:
         """Tokens made from here on carry `label`."""
@@ -133,11 +188,15 @@ class EngineClient:
 
     async def digest(self) -> str:
         """Digest of the parameters that the engine holds."""
-        return str((await self._rpc("ratchet_digest"))["digest"])
+        answer = await self._rpc("ratchet_digest")
+        with self._reading():
+            return str(answer["digest"])
 
     async def served_names(self) -> list[str]:
         """The model names that the engine answers to; its spec's fingerprint is one."""
-        return [item["id"] for item in (await self._call("GET", "/v1/models"))["data"]]
+        answer = await self._call("GET", "/v1/models")
+        with self._reading():
+            return [item["id"] for item in answer["data"]]
 
     async def healthy(self) -> bool:
         """Whether the engine answers and its core lives."""
@@ -147,28 +206,58 @@ class EngineClient:
             return False
         return True
 
+    async def _works(self) -> bool:
+        """Whether it answers and serves proven weights: it neither hangs nor is being loaded."""
+        try:
+            policy = parse_policy_label(await self.label())
+        except EngineError:
+            return False
+        return policy is not None and policy[2]
+
     async def _rpc(self, method: str, **arguments: str) -> dict[str, Any]:
         body = {"method": method, "kwargs": arguments}
-        results: list[dict[str, Any]] = (await self._call("POST", "/collective_rpc", json=body, read_s=CONTROL_S))[
-            "results"
-        ]
-        return results[0]
+        answer = await self._call("POST", "/collective_rpc", json=body, read_s=CONTROL_S)
+        with self._reading():
+            first: dict[str, Any] = answer["results"][0]
+            return first
 
-    async def _generate(self, body: dict[str, Any], *, read_s: float = GENERATE_S) -> dict[str, Any]:
+    def _reading(self) -> AbstractContextManager[None]:
+        return _readable(self.info.name)
+
+    async def _generate(
+        self, body: dict[str, Any], *, read_s: float = GENERATE_S, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         body = {"model": SERVED_NAME, **body}
-        return await self._call("POST", "/inference/v1/generate", json=body, read_s=read_s)
+        return await self._call("POST", GENERATE_PATH, json=body, read_s=read_s, headers=headers)
 
-    async def _call(self, method: str, path: str, *, read_s: float = ASK_S, **options: Any) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        response = await self._request(method, path, **options)
+        with _readable(f"{self.info.name} {path}"):
+            answer: dict[str, Any] = response.json() if response.content else {}
+            return answer
+
+    async def _request(self, method: str, path: str, *, read_s: float = ASK_S, **options: Any) -> httpx.Response:
         timeout = httpx.Timeout(ASK_S, read=read_s, pool=None)
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise EngineError(f"{self.info.name} {path}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 400:
-            message = f"{self.info.name} {path}: HTTP {response.status_code} {_detail(response)}"
-            raise EngineError(message, retryable=response.status_code >= 500)
-        answer: dict[str, Any] = response.json() if response.content else {}
-        return answer
+            raise self._refused(path, response)
+        return response
+
+    def _refused(self, path: str, response: httpx.Response) -> EngineError:
+        message = f"{self.info.name} {path}: HTTP {response.status_code} {_detail(response)}"
+        return EngineError(message, retryable=response.status_code >= 500 or response.status_code in PASSING)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """An answer that is not of the engine's shape, as a proxy's page, is the engine's fault and may pass."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(f"{what}: an answer that can't be read: {type(error).__name__} {error}") from error
 
 
 def _detail(response: httpx.Response) -> str:

@@ -11,16 +11,15 @@ of vLLM imports this module again.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from activities.lifetime import end_with_parent
 from workflows.contracts import Message
 from workflows.errors import InvalidConfig
 
@@ -34,7 +33,6 @@ BLOCK_TOKENS = 32
 PREFILL_TOKENS = 8192
 KV_BYTES_MIN = 128 << 20
 KV_BYTES_MAX = {"cpu": 2 << 30, "cuda": 16 << 30}
-PR_SET_PDEATHSIG = 1
 
 
 class EngineSpec(Message):
@@ -137,26 +135,21 @@ def environment(base: Mapping[str, str], *, on: str, cores: int) -> dict[str, st
     if on != "cpu":
         return shared
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, cores // 2))}
-    # One process less, which saves a third of the start-up time and of the memory.
-    return shared | threads | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-def _die_with_parent() -> None:
-    """SIGKILL for this process when the parent dies, also if that happened just now. Linux only."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    # The core is forked from the server, which has imported all of vLLM: spawned it would import all of it again.
+    start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    # In eager mode one small function would still be compiled, by a C++ compiler, at the first request of all.
+    return shared | threads | start | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     sys.argv[0] = "vllm"
+    os.register_at_fork(after_in_child=end_with_parent)
     serve()
 
 
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    _die_with_parent()
+    end_with_parent()

@@ -69,6 +69,10 @@ class Template:
         bridge = self._bridge(observation)
         return bridge.rest if last == self.end_of_turn else bridge.end_of_turn + bridge.rest
 
+    def encode(self, text: str) -> list[int]:
+        """Ids of an answer that a demonstrator wrote, for a supervised start; sampled text never comes here."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
     def text(self, token_ids: list[int]) -> str:
         """The sampled tokens as text, special tokens left out, invalid UTF-8 replaced. Never tokenised again."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -16,12 +16,14 @@ from sqlalchemy import Engine
 from sqlmodel import Session
 from temporalio import activity
 
-from storage import queries
+from storage import finish_order, queries
 from storage.database import session
+from storage.groups import batch_reward, trainable
 from storage.objects import ObjectStore
 from storage.tables import Run
+from storage.waiting import wait_of
 from tasksets import Taskset, pick
-from workflows.config import RunConfig
+from workflows.config import RunConfig, model_folder
 from workflows.contracts import (
     CloseRunInput,
     EngineInfo,
@@ -34,6 +36,7 @@ from workflows.contracts import (
     OpenRunOutput,
     PickTasksInput,
     PickTasksOutput,
+    QuarantineInput,
     ReserveBatchInput,
     ReserveBatchOutput,
     RunProgress,
@@ -48,7 +51,8 @@ GONE = "its workflow ended without closing the run, as a terminated one does"
 
 class LineageActivities:
     """`models_dir` holds the bootstrapped policies by name; `engines` are those of all hosts; `lives` says whether a
-    run's workflow still runs, without which a run that an operator terminated keeps the engines."""
+    run's workflow still runs, without which a run that an operator terminated keeps the engines; `namespace` names the
+    one that `lives` asks and runs are started in: rows of another namespace are left to that one."""
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class LineageActivities:
         models_dir: Path,
         open_taskset: Callable[[str], Taskset],
         lives: Callable[[str], Awaitable[bool]] | None = None,
+        namespace: Callable[[], Awaitable[str]] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
@@ -67,7 +72,11 @@ class LineageActivities:
         self._models_dir = models_dir
         self._open_taskset = open_taskset
         self._lives = lives
+        self._ask_namespace = namespace
         self._now = now
+
+    async def _namespace(self) -> str:
+        return await self._ask_namespace() if self._ask_namespace is not None else ""
 
     async def _write(self, work: Callable[[Session], Result]) -> Result:
         def transaction() -> Result:
@@ -79,9 +88,10 @@ class LineageActivities:
     @activity.defn(name="open_run")
     async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
         """Check what the workflow can't see and write the run's row. Raises InvalidConfig with every mistake."""
-        return await self._write(lambda opened: self._open(opened, message))
+        namespace = await self._namespace()
+        return await self._write(lambda opened: self._open(opened, message, namespace))
 
-    def _open(self, opened: Session, message: OpenRunInput) -> OpenRunOutput:
+    def _open(self, opened: Session, message: OpenRunInput, namespace: str) -> OpenRunOutput:
         config = RunConfig.model_validate(message.config)
         mistakes: list[str] = []
         model = self._model(config, mistakes)
@@ -106,6 +116,7 @@ class LineageActivities:
                     mode=config.mode,
                     seed=config.seed,
                     execution=message.execution,
+                    temporal_namespace=namespace,
                     resume_from=config.resume_from,
                     started_at=self._now(),
                 )
@@ -119,8 +130,7 @@ class LineageActivities:
         )
 
     def _model(self, config: RunConfig, mistakes: list[str]) -> Path:
-        named = "/" not in config.model
-        folder = self._models_dir / config.model if named else Path(config.model).expanduser().resolve()
+        folder = model_folder(config.model, self._models_dir)
         if not (folder / "config.json").is_file():
             made = sorted(path.parent.name for path in self._models_dir.glob("*/config.json"))
             mistakes.append(
@@ -181,13 +191,17 @@ class LineageActivities:
 
     @activity.defn(name="lease_engines")
     async def lease_engines(self, message: LeaseEnginesInput) -> LeaseEnginesOutput:
-        """Lease the engines where they are free; a holder whose workflow is gone, as one that an operator
-        terminated, could not free them and is closed here."""
+        """Lease the engines where they are free; a holder of this namespace whose workflow is gone, as one that an
+        operator terminated, could not free them and is closed here."""
         held_by = await self._write(lambda opened: queries.lease_engines(opened, run=message.run))
-        if held_by and self._lives is not None and not await self._lives(held_by):
-            await self._close(CloseRunInput(run=held_by, state=RunState.FAILED, reason=GONE))
+        if held_by and self._lives is not None and not await self._foreign(held_by) and not await self._lives(held_by):
+            await self.close_gone(held_by)
             held_by = await self._write(lambda opened: queries.lease_engines(opened, run=message.run))
         return LeaseEnginesOutput(held_by=held_by)
+
+    async def _foreign(self, run: str) -> bool:
+        namespace = await self._namespace()
+        return await self._write(lambda opened: queries.is_foreign(opened, run=run, namespace=namespace))
 
     @activity.defn(name="record_episode")
     async def record_episode(self, message: EpisodeRecord) -> None:
@@ -198,6 +212,13 @@ class LineageActivities:
         run = message.group_id.rpartition("/")[0]
         await self._write(lambda opened: queries.put_group(opened, run=run, result=message))
 
+    @activity.defn(name="record_quarantine")
+    async def record_quarantine(self, message: QuarantineInput) -> None:
+        def work(opened: Session) -> None:
+            queries.put_quarantine(opened, run=message.run, task=message.task, why=message.why, since=message.since)
+
+        await self._write(work)
+
     @activity.defn(name="record_evaluation")
     async def record_evaluation(self, message: EvaluationRecord) -> None:
         await self._write(lambda opened: queries.put_evaluation(opened, run=message.run, result=message.result))
@@ -205,18 +226,25 @@ class LineageActivities:
     @activity.defn(name="reserve_batch")
     async def reserve_batch(self, message: ReserveBatchInput) -> ReserveBatchOutput:
         """Reserve every valid episode of the groups, each once ever."""
-        episodes = await self._write(
-            lambda opened: queries.reserve_batch(
+
+        def work(opened: Session) -> ReserveBatchOutput:
+            finish_order.settle(opened, run=message.run)
+            queries.drop_groups(opened, run=message.run, dropped=message.dropped)
+            groups = [trainable(opened, group_id=f"{message.run}/g{group.number}") for group in message.groups]
+            wait = wait_of(opened, groups=groups, opened_at=message.opened_at, complete_at=message.complete_at)
+            episodes = queries.reserve_batch(
                 opened,
                 batch_id=message.batch_id,
                 run=message.run,
                 step=message.step,
                 policy_version=message.policy_version,
-                groups=message.groups,
-                waited=message.waited,
+                groups=groups,
+                wait=wait,
             )
-        )
-        return ReserveBatchOutput(batch_id=message.batch_id, episodes=episodes)
+            reward = batch_reward(opened, batch_id=message.batch_id)
+            return ReserveBatchOutput(batch_id=message.batch_id, episodes=episodes, reward=reward, wait=wait)
+
+        return await self._write(work)
 
     @activity.defn(name="record_progress")
     async def record_progress(self, message: RunProgress) -> None:
@@ -230,13 +258,21 @@ class LineageActivities:
 
     @activity.defn(name="close_run")
     async def close_run(self, message: CloseRunInput) -> None:
-        """Write the run's end, free the engines, abort its unfinished uploads. A run that never opened has no row."""
+        """Write the run's end, free the engines, abort its unfinished uploads. A run that never opened has no row, or
+        another namespace's under its id, which was why: nothing of that is touched."""
+        if await self._foreign(message.run):
+            return
         await self._close(message)
         await asyncio.to_thread(self._store.abort_uploads, f"runs/{message.run}/")
+
+    async def close_gone(self, run: str) -> None:
+        """Close the row of a run whose workflow is gone; one that is closed stays as it is."""
+        await self._close(CloseRunInput(run=run, state=RunState.FAILED, reason=GONE))
 
     async def _close(self, message: CloseRunInput) -> None:
         def work(opened: Session) -> None:
             queries.release_engines(opened, run=message.run)
+            finish_order.settle(opened, run=message.run)
             row = opened.get(Run, message.run)
             if row is not None and row.state not in queries.OVER:
                 row.state, row.reason, row.ended_at = message.state, message.reason, self._now()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Engine
-from sqlmodel import col, update
+from sqlmodel import col, select, update
 from temporalio import activity
 
 from activities.publication.export import canary, export_folder, known_vocabulary
@@ -107,9 +107,12 @@ class PublicationActivities:
 
     def _record(self, row: Publication, message: PublishInput) -> None:
         """The version's rows, idempotent: the primary keys decide, a repetition writes the same."""
-        batch_id = f"{message.run}/b{message.step}" if message.step else None
         with session(self._database) as opened:
             opened.merge(row)
+            trained = select(Batch.id).where(
+                Batch.run == message.run, Batch.step == message.step, col(Batch.state).in_((TRAINED, PUBLISHED))
+            )
+            batch_id = opened.exec(trained).first()
             opened.merge(
                 PolicyVersion(
                     run=message.run,

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from activities.publication.manifest import Canary, TensorInfo
 from activities.training.batch import MicroBatch
 from activities.training.engine import Trainer
+from activities.training.ranks import everywhere
 from workflows.contracts import derive_seed
 from workflows.errors import TrainerError
 
@@ -30,7 +31,7 @@ LEFT_OUT = ("*.safetensors.index.json", "*.bin.index.json", "trainer_state.json"
 def export_folder(trainer: Trainer, folder: Path) -> None:
     """Write weights, configuration and tokenizer files into `folder`. Raises TrainerError (final) for wrong tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = trainer.weights()
+    weights = everywhere(Trainer.weights, trainer)
     check_tensors(weights, trainer.tensors)
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     for pattern in COPIED:
@@ -74,8 +75,7 @@ def canary(trainer: Trainer, *, seed: int, vocabulary: int) -> Canary:
         loss_mask_BT=mask_BT,
         temperature_BT=torch.ones_like(token_ids_BT, dtype=torch.float64),
     )
-    with torch.no_grad():
-        logprobs_N, _ = trainer.logprobs(micro)
+    logprobs_N, _ = everywhere(Trainer.frozen_logprobs, trainer, micro)
     return Canary(token_ids=ids.tolist(), logprobs=[0.0, *logprobs_N.float().cpu().tolist()])
 
 

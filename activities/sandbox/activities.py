@@ -1,4 +1,4 @@
-"""The sandbox activities: acquire, act, verify, release, sweep.
+"""The sandbox activities: acquire, act, replay, verify, release, sweep.
 
 Owns the translation between messages and the backend. Promises: a retried acquire gives the sandbox of its first try, a
 command runs at most once per key whoever dies, what the agent did to its sandbox comes back as a result and what
@@ -15,19 +15,25 @@ from functools import partial
 
 from temporalio import activity
 
-from activities.sandbox.channel import Operation
+from activities.sandbox.channel import Operation, Result
+from activities.sandbox.commands import agent_operation, output_digest
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import SandboxGone, broken_by_agent
-from activities.sandbox.text import cap_bytes, render
-from activities.sandbox.verification import CHECK_S, Run, check_operation, judge, set_up
+from activities.sandbox.inquest import Inquest, Start
+from activities.sandbox.preparation import Preparation
+from activities.sandbox.text import render
+from activities.sandbox.verification import CHECK_S, Run, check_operation, describe, judge
 from tasksets.base import Task, Taskset
 from workflows.contracts import (
     AcquireInput,
     AcquireOutput,
     ActInput,
     ActOutput,
+    JournalEntry,
     ReleaseInput,
+    ReplayInput,
+    ReplayOutput,
     SandboxLease,
     SweepInput,
     SweepOutput,
@@ -35,7 +41,7 @@ from workflows.contracts import (
     VerifyInput,
     VerifyOutput,
 )
-from workflows.errors import SandboxError, VerifierBrokenByAnswer
+from workflows.errors import SandboxError, VerifierBrokenByAnswer, VerifierError
 
 
 class SandboxActivities:
@@ -45,10 +51,14 @@ class SandboxActivities:
         self._backend = backend
         self._open_taskset = open_taskset
         self._host = host
+        self._inquest = Inquest(backend)
+        self._preparation = Preparation(backend)
 
     @activity.defn(name="acquire")
     async def acquire(self, input: AcquireInput) -> AcquireOutput:
-        """A sandbox that is set up for the task. Raises SandboxError; a failed setup is final and leaves nothing."""
+        """A sandbox that is prepared for the task; those that the attempt lost before are removed first.
+
+        Raises SandboxError; a failed setup is final and leaves nothing."""
         queue_s, began = _queued(), time.monotonic()
         task = await self._task(input.task.taskset, input.task.task_id)
         labels = {
@@ -58,10 +68,13 @@ class SandboxActivities:
             "episode": input.attempt_id.rpartition("/")[0],
             "attempt": input.attempt_id,
             "task": task.id,
+            "generation": str(input.generation),
         }
+        for lost in range(input.generation):
+            await self._backend.close(self._backend.id_of(input.attempt_id, generation=lost))
         sandbox = await self._backend.acquire(SandboxSpec(image=task.image), labels)
         try:
-            await set_up(task, partial(self._backend.run, sandbox.id))
+            forked = await self._preparation.prepare(task, sandbox)
         except SandboxError as error:
             if not error.retryable:
                 await self._backend.close(sandbox.id)
@@ -74,70 +87,114 @@ class SandboxActivities:
             attempt_id=input.attempt_id,
         )
         run_s = time.monotonic() - began - sandbox.waited_s
-        return AcquireOutput(lease=lease, timing=Timing(queue_s=queue_s + sandbox.waited_s, run_s=run_s))
+        timing = Timing(queue_s=queue_s + sandbox.waited_s, run_s=run_s)
+        return AcquireOutput(lease=lease, warm=sandbox.warm, forked=forked, timing=timing)
 
     @activity.defn(name="act")
     async def act(self, input: ActInput) -> ActOutput:
-        """Run one command of the agent, at most once per (sandbox, op_id). Raises SandboxError."""
+        """Run one command of the agent, at most once per (sandbox, op_id). Raises SandboxError, Undetermined."""
         queue_s, began = _queued(), time.monotonic()
         self._mine(input.lease)
-        op = Operation(
-            op_id=f"act-{input.op_id}",
-            command=input.command,
-            timeout_s=input.step_timeout_s,
-            cap_bytes=cap_bytes(input.max_output_chars),
+        op = agent_operation(
+            input.op_id, input.command, timeout_s=input.step_timeout_s, max_output_chars=input.max_output_chars
         )
+        before = self._inquest.begin()
         try:
             result = await self._backend.run(input.lease.sandbox_id, op)
         except SandboxGone as gone:
-            if not gone.by_agent:
-                raise
             spent = time.monotonic() - began
+            doing = await self._inquest.on_death(input.lease, gone, before)
             return ActOutput(
                 exit_code=None,
-                sandbox_broken=str(gone),
+                sandbox_broken=doing.broken,
+                evidence=doing.evidence or {},
                 command_s=min(spent, input.step_timeout_s),
                 timing=Timing(queue_s=queue_s, run_s=spent),
             )
+        doing = await self._inquest.on_result(input.lease, op, result, before)
         return ActOutput(
             exit_code=result.exit_code,
             signal=result.signal if not result.timed_out else None,
             timed_out=result.timed_out,
             output=render(result, input.max_output_chars),
             total_bytes=result.total_bytes,
-            sandbox_broken=broken_by_agent(result),
+            sandbox_broken=doing.broken,
+            evidence=doing.evidence or {},
             command_s=result.seconds,
             replayed=result.replayed,
+            output_digest=output_digest(result),
             timing=Timing(queue_s=queue_s, run_s=time.monotonic() - began),
         )
 
+    @activity.defn(name="replay")
+    async def replay(self, input: ReplayInput) -> ReplayOutput:
+        """Run a lost sandbox's commands in a fresh one, under their own keys, up to the first that ends otherwise.
+
+        Raises SandboxError."""
+        queue_s, began = _queued(), time.monotonic()
+        self._mine(input.lease)
+        differs_at, why = await self._first_difference(input)
+        timing = Timing(queue_s=queue_s, run_s=time.monotonic() - began)
+        return ReplayOutput(differs_at=differs_at, why=why, timing=timing)
+
+    async def _first_difference(self, input: ReplayInput) -> tuple[int | None, str]:
+        for entry in input.entries:
+            op = agent_operation(
+                entry.op_id, entry.command, timeout_s=entry.step_timeout_s, max_output_chars=input.max_output_chars
+            )
+            if why := await self._difference(input.lease.sandbox_id, op, entry):
+                return entry.turn, why
+        return None, ""
+
+    async def _difference(self, sandbox_id: str, op: Operation, entry: JournalEntry) -> str:
+        """How the command's end differs from the recorded one; empty where it does not."""
+        try:
+            result = await self._backend.run(sandbox_id, op)
+        except SandboxGone as gone:
+            if not gone.by_agent:
+                raise
+            return f"it broke the sandbox ({gone}), recorded was {entry.ending}"
+        if broken := broken_by_agent(result):
+            return f"it broke the sandbox ({broken}), recorded was {entry.ending}"
+        if output_digest(result) != entry.output_digest:
+            return f"{describe(result)}, {result.total_bytes} bytes, recorded was {entry.ending}"
+        return ""
+
     @activity.defn(name="verify")
     async def verify(self, input: VerifyInput) -> VerifyOutput:
-        """Kill what the agent left running, then check. Raises SandboxError, VerifierError, VerifierBrokenByAnswer."""
+        """Kill what the agent left running, then check. Raises SandboxError, VerifierError, VerifierBrokenByAnswer,
+        Undetermined."""
         queue_s, began = _queued(), time.monotonic()
         self._mine(input.lease)
         task = await self._task(input.task.taskset, input.task.task_id)
         sandbox_id = input.lease.sandbox_id
-        try:
+        before = self._inquest.begin()
+
+        async def run(op: Operation) -> Result:
+            async with self._outlived(input.lease, before):
+                return await self._backend.run(sandbox_id, op)
+
+        async def look(op: Operation, result: Result) -> dict[str, str]:
+            return (await self._inquest.on_result(input.lease, op, result, before)).evidence or {}
+
+        async with self._outlived(input.lease, before):
             # A retry must not kill the check that its first try began.
             if await self._backend.ask(sandbox_id, check_operation(task, input.answer, 1).op_id, CHECK_S) is None:
                 await self._backend.kill_agent(sandbox_id)
-            passed, detail = await judge(
-                task, input.answer, partial(self._backend.run, sandbox_id), partial(self._fresh, task, input.lease)
-            )
-        except SandboxGone as gone:
-            if gone.by_agent:
-                raise VerifierBrokenByAnswer(f"no check is possible: {gone}") from gone
-            raise
+        verdict = await judge(task, input.answer, run, partial(self._fresh, task, input.lease), look)
         timing = Timing(queue_s=queue_s, run_s=time.monotonic() - began)
-        return VerifyOutput(reward=1.0 if passed else 0.0, passed=passed, detail=detail, timing=timing)
+        reward = 1.0 if verdict.passed else 0.0
+        return VerifyOutput(
+            reward=reward, passed=verdict.passed, detail=verdict.detail, tampered=verdict.tampered, timing=timing
+        )
 
     @activity.defn(name="release")
     async def release(self, input: ReleaseInput) -> None:
-        """Remove the attempt's sandboxes, also those that it never learnt of."""
+        """Begin to remove the attempt's sandboxes, also those that it never learnt of; its report does not wait for the
+        end of that."""
         if input.lease is not None:
             self._mine(input.lease)
-        await self._backend.close_attempt(input.attempt_id)
+        await self._backend.release_attempt(input.attempt_id)
 
     @activity.defn(name="sweep")
     async def sweep(self, input: SweepInput) -> SweepOutput:
@@ -146,15 +203,30 @@ class SandboxActivities:
         return SweepOutput(containers=containers, files=files)
 
     @asynccontextmanager
+    async def _outlived(self, lease: SandboxLease, before: Start) -> AsyncIterator[None]:
+        """The attempt's own sandbox is asked something: its death by the agent is VerifierBrokenByAnswer."""
+        try:
+            yield
+        except SandboxGone as gone:
+            doing = await self._inquest.on_death(lease, gone, before)
+            raise VerifierBrokenByAnswer(f"no check is possible: {gone}", evidence=doing.evidence) from gone
+
+    @asynccontextmanager
     async def _fresh(self, task: Task, lease: SandboxLease) -> AsyncIterator[Run]:
-        """A sandbox for the proof that the verifier works, gone afterwards."""
+        """A prepared sandbox for the proof that the verifier works, gone afterwards. Its death is a VerifierError, and
+        final where its own memory limit took it, as that of the next one would."""
         labels = {"kind": "verifier", "run": _run_of(lease.attempt_id), "attempt": lease.attempt_id, "task": task.id}
         sandbox_id = self._backend.id_of(lease.attempt_id, "verifier")
         try:
             # An earlier try may have left one half way through its oracle.
             await self._backend.close(sandbox_id)
-            await self._backend.acquire(SandboxSpec(image=task.image), labels)
+            sandbox = await self._backend.acquire(SandboxSpec(image=task.image), labels)
+            # As the attempt's own: a snapshot that breaks the check breaks the proof as well.
+            await self._preparation.prepare(task, sandbox)
             yield partial(self._backend.run, sandbox_id)
+        except SandboxGone as gone:
+            words = f"the sandbox of the proof for {task.id}: {gone}"
+            raise VerifierError(words, retryable=not gone.by_agent, evidence=gone.evidence) from gone
         finally:
             await self._backend.close(sandbox_id)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -114,7 +115,9 @@ class Channel(Protocol):
         """Kill every process that the agent left."""
         ...
 
-    async def ready(self) -> None: ...
+    async def ready(self, within_s: float = 1.0) -> None:
+        """Whether the other end answers; one that is gone says so at once."""
+        ...
 
 
 def key_of(op_id: str) -> str:
@@ -159,6 +162,18 @@ def journaled(box: Path, op_id: str) -> Result | None:
         raise SandboxError(f"the journal's result of {op_id}: {lost}", retryable=False) from lost
 
 
+async def until_ready(channel: Channel, within_s: float) -> None:
+    """Wait until the other end answers. Raises ChannelLost."""
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            return await channel.ready()
+        except ChannelLost:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.005)
+
+
 class SocketChannel:
     """Speaks with sbxd. Stateless: every call connects afresh, so it does not matter which process called before."""
 
@@ -187,8 +202,8 @@ class SocketChannel:
         if reply != b"killed 0\n":
             raise ChannelLost(f"processes outlived SIGKILL: {reply!r}")
 
-    async def ready(self) -> None:
-        await self._call(b"PING\n", 1.0)
+    async def ready(self, within_s: float = 1.0) -> None:
+        await self._call(b"PING\n", within_s)
 
     async def _call(self, request: bytes, timeout_s: float) -> bytes:
         try:

@@ -24,6 +24,7 @@ class SandboxSpec:
     """What to start. File systems count in the memory: `memory_mb` must exceed their sum."""
 
     image: str = "busybox"
+    """A base image by its name, or any image of this daemon by its id (`sha256:...`)."""
     memory_mb: int = 256
     work_mb: int = 64
     data_mb: int = 32

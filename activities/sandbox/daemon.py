@@ -8,8 +8,11 @@ connection is tried again at once. Called by the backend, the images and the exe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import json
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiodocker
@@ -57,10 +60,18 @@ class Daemon:
         self._others = asyncio.Semaphore(OTHERS)
 
     async def call(
-        self, verb: str, action: Callable[[aiodocker.Docker], Awaitable[Value]], *, create: bool = False
+        self,
+        verb: str,
+        action: Callable[[aiodocker.Docker], Awaitable[Value]],
+        *,
+        create: bool = False,
+        queued: bool = True,
     ) -> Value:
-        """The value of `action(client)`. Raises Refused or SandboxError; `verb` says what was tried."""
-        async with self._creates if create else self._others:
+        """The value of `action(client)`. Raises Refused or SandboxError; `verb` says what was tried. The time in which
+        the call waits for its turn counts in no limit; `queued` False takes no turn: for one that measures the daemon.
+        """
+        limit = (self._creates if create else self._others) if queued else nullcontext()
+        async with limit:
             for pause in (*PAUSES_S, None):
                 try:
                     async with asyncio.timeout(CALL_S):
@@ -90,3 +101,42 @@ async def containers_of(daemon: Daemon, labels: dict[str, str]) -> list[dict[str
     wanted = [f"{name}={value}" for name, value in labels.items()]
     found = await daemon.call("list", lambda client: client.containers.list(all=True, filters={"label": wanted}))
     return [item._container for item in found]
+
+
+async def killed_by_request(daemon: Daemon, container_id: str) -> bool:
+    """Whether somebody asked the daemon to kill this container, as far back as its events go."""
+    return await _noted(daemon, container_id, "kill", 0.0)
+
+
+async def met_memory_limit(daemon: Daemon, container_id: str, since: float) -> bool:
+    """Whether the kernel told the daemon, since that time, that this container was out of the memory it may have."""
+    return await _noted(daemon, container_id, "oom", since)
+
+
+async def _noted(daemon: Daemon, container_id: str, event: str, since: float) -> bool:
+    filters = json.dumps({"container": [container_id], "event": [event]})
+    asked = {"since": f"{since:.3f}", "until": f"{time.time():.3f}", "filters": filters}
+
+    async def read(client: aiodocker.Docker) -> bytes:
+        async with client._query("events", params=asked) as response:
+            return bytes(await response.read())
+
+    return bool((await daemon.call("events", read)).strip())
+
+
+async def docker_root(daemon: Daemon) -> Path | None:
+    """Docker's own folder, as the daemon names it; None while it does not answer."""
+    with suppress(SandboxError):
+        info = await daemon.call("info", lambda client: client.system.info())
+        return Path(info["DockerRootDir"])
+    return None
+
+
+async def whole(work: Coroutine[Any, Any, Value]) -> Value:
+    """Finish `work` before a cancellation goes on: what the daemon was asked for is then there to be removed."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

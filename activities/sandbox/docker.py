@@ -1,82 +1,133 @@
 """Sandboxes as Docker containers on this host.
 
-Owns their life: start, find again, run commands in, tell why one is gone, remove. Promises: one container per attempt
-and kind whatever is retried (its name is derived from them), a command at most once per key, an idempotent close, and
-that the daemon's absence is retryable while a container's loss is final. Called by `SandboxActivities`.
+Owns their life: take from the warm pool or start, find again, run commands in, tell why one is gone, remove. Promises:
+one sandbox per attempt, kind and generation whatever is retried (its id, and with it its folder, is derived from them),
+a command at most once per key, an idempotent close, and that the daemon's absence is retryable while a container's loss
+is final. Called by `SandboxActivities` and by `ratchet replay`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from activities.sandbox.boxes import Boxes
-from activities.sandbox.cgroup import cgroup_parent, raise_share
-from activities.sandbox.channel import Channel, ChannelLost, Operation, Result, SocketChannel, journaled
-from activities.sandbox.container import Mounts, SandboxSpec, create_config
-from activities.sandbox.daemon import Daemon, containers_of, tolerated
+from activities.sandbox.boxes import CONTAINER, Boxes, named_disk
+from activities.sandbox.cgroup import PARENT
+from activities.sandbox.channel import Channel, ChannelLost, Operation, Result, journaled, until_ready
+from activities.sandbox.container import SandboxSpec
+from activities.sandbox.containers import TRANSPORT, Containers, Recipe
+from activities.sandbox.daemon import Daemon, whole
 from activities.sandbox.evidence import SandboxGone, cause_of_death
-from activities.sandbox.exec_channel import ExecChannel
-from activities.sandbox.image import ensure_image
+from activities.sandbox.members import CONTAINER_ID, PREFIX, Members
+from activities.sandbox.owned import Owned, matched
+from activities.sandbox.pool import WarmPool
+from activities.sandbox.removals import Removals
 from activities.sandbox.slots import Slots
-from activities.sandbox.toolbox import build_toolbox, has_sbxd
 from workflows.errors import SandboxError
 
+log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 READY_S = 10.0
 SETTLE_S = 2.0
 """How long the daemon may take to notice that a container ended."""
+POOLED = ("agent", "verifier")
+"""Kinds that the pool serves: a canary is to prove that a start works, a replay is a person's."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
     id: str
     container_id: str
-    image_id: str
+    recipe: Recipe
+    warm: bool
+    """It had been started before it was asked for."""
+    found: bool
+    """An earlier try made or took it, and may have run something in it."""
     waited_s: float
     """Seconds it waited for a free slot."""
+
+    @property
+    def image_id(self) -> str:
+        return self.recipe.image_id
 
 
 class DockerBackend:
     """`docker_host` empty is the local socket; `state_dir` holds the toolbox and one folder per sandbox; at most
-    `slots` agents' sandboxes live at once. `use_sbxd` False takes `docker exec` for every command."""
+    `slots` agents' sandboxes live at once, and beside them at most `pool` that nobody asked for yet, once `keep_warm`
+    was called. `use_sbxd` False takes `docker exec` for every command. `parent` is the control group that all of them
+    are in, `namespace` (`<name>/<id>`) that of the workflows that they are made for."""
 
-    def __init__(self, docker_host: str, state_dir: Path, slots: int, *, use_sbxd: bool = True) -> None:
-        self._state = state_dir.resolve()
-        self._stack = hashlib.sha256(str(self._state).encode()).hexdigest()[:12]
-        self._daemon = Daemon(docker_host)
-        self._boxes = Boxes(self._state / "sandboxes")
-        self._slots = Slots(slots, self._living)
-        self._use_sbxd = use_sbxd
+    def __init__(
+        self,
+        docker_host: str,
+        state_dir: Path,
+        slots: int,
+        *,
+        pool: int = 0,
+        use_sbxd: bool = True,
+        parent: str = PARENT,
+        namespace: str = "",
+    ) -> None:
+        self.state = state_dir.resolve()
+        self._stack = hashlib.sha256(str(self.state).encode()).hexdigest()[:12]
+        self.daemon = self._daemon = Daemon(docker_host)
+        self.boxes = self._boxes = Boxes(self.state / "sandboxes")
+        self._slots = Slots(slots, partial(self._folders_with, "ratchet.kind", "agent"), self._living)
+        self._containers = Containers(
+            self._daemon, self.state, self._stack, use_sbxd=use_sbxd, parent=parent, namespace=namespace
+        )
+        self._members = Members(self.state / "pool", self._boxes)
+        self._pool = WarmPool(self._members, self._containers, pool, self.close) if pool else None
         self._locks: dict[str, asyncio.Lock] = {}
-        self._closing: set[asyncio.Task[Any]] = set()
-        self._toolbox: Path | None = None
-        self._images: dict[str, str] = {}
-        self._cgroup: str | None = None
+        self._removals = Removals()
 
-    def id_of(self, attempt: str, kind: str = "agent") -> str:
-        """The sandbox id of an attempt, which is its container's name: the same in every process of this stack."""
-        return "ratchet-" + hashlib.sha256(f"{self._stack}|{attempt}|{kind}".encode()).hexdigest()[:20]
+    def id_of(self, attempt: str, kind: str = "agent", generation: int = 0) -> str:
+        """The sandbox id of an attempt, which is its container's name: the same in every process of this stack.
+        `generation` counts the sandboxes that the attempt lost before this one."""
+        words = [self._stack, attempt, kind, *([str(generation)] if generation else [])]
+        return "ratchet-" + hashlib.sha256("|".join(words).encode()).hexdigest()[:20]
+
+    async def keep_warm(self, spec: SandboxSpec) -> None:
+        """Begin to keep the pool, with `spec` as what will be asked for, and finish the releases of dead workers."""
+        for sandbox_id in await asyncio.to_thread(self._boxes.released):
+            self.forget(sandbox_id)
+        if self._pool is not None:
+            self._pool.keep(spec)
+
+    def waiting(self) -> dict[str, int]:
+        """Sandboxes of the pool that answer and that nobody took, by the key of their recipe."""
+        return {key: len(members) for key, members in self._members.ready().items()}
 
     async def acquire(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
-        """A running sandbox for `labels["attempt"]` and `labels["kind"]` (`agent` or `verifier`), the one of an earlier
-        try where there is one. Raises SandboxError, InvalidConfig for an unknown image."""
-        sandbox_id = self.id_of(labels["attempt"], labels.get("kind", "agent"))
+        """A running sandbox for `labels["attempt"]`, `labels["kind"]` (`agent`, `verifier`, `canary` or `replay`) and
+        `labels["generation"]`, the one of an earlier try where there is one. Raises SandboxError, InvalidConfig for an
+        unknown image."""
+        generation, kind = int(labels.get("generation", "0")), labels.get("kind", "agent")
+        sandbox_id = self.id_of(labels["attempt"], kind, generation)
         # A verifier's sandbox serves one that holds a slot already; waiting for another could wait for ever.
-        waited = await self._slots.take(sandbox_id) if labels.get("kind", "agent") == "agent" else 0.0
+        waited = await self._slots.take(sandbox_id) if kind == "agent" else 0.0
         try:
             async with self._locks.setdefault(sandbox_id, asyncio.Lock()):
-                container_id, image_id = await _whole(self._start(sandbox_id, spec, labels))
+                recipe = await self._containers.recipe(spec)
+                found = self._boxes.there(sandbox_id)
+                all_labels = self._containers.labels(recipe, labels)
+                taken = await self._take(sandbox_id, recipe, all_labels) if not found and kind in POOLED else None
+                if taken is not None:
+                    return Sandbox(sandbox_id, taken[CONTAINER_ID], recipe, True, False, waited)
+                container_id = await whole(self._start(sandbox_id, recipe, all_labels, queued=kind != "canary"))
                 await self._ready(sandbox_id)
+                warm = CONTAINER_ID in self._boxes.labels(sandbox_id)
+                return Sandbox(sandbox_id, container_id, recipe, warm, found, waited)
         finally:
             self._slots.started(sandbox_id)
-        return Sandbox(sandbox_id, container_id, image_id, waited)
 
     async def run(self, sandbox_id: str, op: Operation) -> Result:
         """Raises SandboxGone (final) when there is no sandbox any more, SandboxError when it can't be reached."""
@@ -97,98 +148,99 @@ class DockerBackend:
 
     async def close(self, sandbox_id: str) -> None:
         """Remove the container and its folder. Idempotent; goes on when the caller is cancelled."""
-        task = asyncio.ensure_future(self._close(sandbox_id))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        await asyncio.shield(task)
+        await asyncio.shield(self.forget(sandbox_id))
+
+    def forget(self, sandbox_id: str) -> asyncio.Task[None]:
+        """Begin to close a sandbox; where nobody waits for it, one that can't be closed is the janitor's."""
+        return self._removals.begin(self._close(sandbox_id))
 
     async def close_attempt(self, attempt: str) -> None:
         """Remove whatever an attempt has here, also what a lost try of `acquire` made."""
         found = await self._names({"ratchet.attempt": attempt})
-        ids = found | {self.id_of(attempt), self.id_of(attempt, "verifier")}
+        ids = (
+            found
+            | await self._folders_with("ratchet.attempt", attempt)
+            | {self.id_of(attempt), self.id_of(attempt, "verifier")}
+        )
         await asyncio.gather(*(self.close(sandbox_id) for sandbox_id in sorted(ids)))
+
+    async def release_attempt(self, attempt: str) -> None:
+        """Begin `close_attempt` and come back. What is marked is removed whatever becomes of this process: by it, by
+        the next one's `keep_warm`, or by the janitor."""
+        for sandbox_id in await self._folders_with("ratchet.attempt", attempt):
+            self._boxes.release(sandbox_id)
+        self._removals.insist(f"the sandbox of {attempt}", partial(self.close_attempt, attempt))
 
     async def sweep(self, run: str) -> tuple[int, int]:
         """Remove what a run left on this host: (containers, folders)."""
         found = await self._names({"ratchet.run": run})
-        boxes = set(self._boxes.having("ratchet.run", run))
+        boxes = await self._folders_with("ratchet.run", run)
         await asyncio.gather(*(self.close(sandbox_id) for sandbox_id in sorted(found | boxes)))
         return len(found), len(boxes)
 
+    async def owned(self) -> list[Owned]:
+        """All that this stack has here: its containers, running or not, and folders without one."""
+        now = time.time()
+        # In this order: one that is taken meanwhile is in both and not in neither.
+        folders = await asyncio.to_thread(lambda: self._members.all(now) | self._boxes.all(now))
+        return matched(folders, await self._containers.listed(), now)
+
+    async def settled(self) -> None:
+        """Wait for the closes that are under way."""
+        await self._removals.settled()
+
     async def aclose(self) -> None:
-        """Finish the closes that are under way and let go of the daemon. The sandboxes live on."""
-        if self._closing:
-            await asyncio.wait(self._closing)
+        """Take the pool away, finish the closes that are under way and let go of the daemon. The sandboxes live on."""
+        if self._pool is not None:
+            await self._pool.aclose()
+        await self._removals.aclose()
         await self._daemon.close()
 
     # --- starting -------------------------------------------------------------------------------------------------
 
-    async def _start(self, sandbox_id: str, spec: SandboxSpec, labels: dict[str, str]) -> tuple[str, str]:
-        """(container id, image id), started. A dead one of this name was never handed out alive: it makes room."""
+    async def _take(self, sandbox_id: str, recipe: Recipe, labels: dict[str, str]) -> dict[str, str] | None:
+        """The labels of a sandbox of the pool that answers and is this one from now on; None where there is none."""
+        if self._pool is None:
+            return None
+        with named_disk():
+            while (taken := await whole(self._pool.take(sandbox_id, recipe, labels))) is not None:
+                try:
+                    await self._channel(sandbox_id).ready(READY_S)
+                except ChannelLost as lost:
+                    log.warning("a sandbox of the warm pool does not answer any more: %s", lost)
+                    await whole(self._discard(sandbox_id))
+                else:
+                    return taken
+        return None
+
+    async def _start(self, sandbox_id: str, recipe: Recipe, labels: dict[str, str], *, queued: bool) -> str:
+        """The container's id, started. A dead one was never handed out alive: it makes room."""
         found = await self._inspect(sandbox_id)
         if found is not None and found["State"]["Status"] not in ("created", "running", "paused"):
-            await self._remove(sandbox_id)
+            await self._discard(sandbox_id)
             found = None
-        if found is None:
-            found = await self._create(sandbox_id, spec, labels)
-        if found is None:
-            self._images.pop(spec.image, None)
-            raise SandboxError(f"container {sandbox_id} was not made: its image or itself was removed meanwhile")
-        if found["State"]["Status"] == "created":
-            await self._daemon.call(
-                "start", lambda client: client.containers.container(sandbox_id).start(), create=True
-            )
-            await asyncio.to_thread(raise_share, self._cgroup or "")
-        return str(found["Id"]), str(found["Image"])
-
-    async def _create(self, sandbox_id: str, spec: SandboxSpec, labels: dict[str, str]) -> dict[str, Any] | None:
-        tools = await self._tools()
-        sbxd = self._use_sbxd and has_sbxd(tools)
-        all_labels = {f"ratchet.{name}": value for name, value in labels.items()} | {
-            "ratchet.stack": self._stack,
-            "ratchet.transport": "sbxd" if sbxd else "exec",
-        }
-        if spec.image not in self._images:
-            self._images[spec.image] = await ensure_image(self._daemon, spec.image)
-        if self._cgroup is None:
-            self._cgroup = cgroup_parent(await self._daemon.call("info", lambda client: client.system.info()))
-        box = await asyncio.to_thread(self._boxes.make, sandbox_id, all_labels)
-        config = create_config(
-            spec,
-            image_id=self._images[spec.image],
-            mounts=Mounts(tools, box),
-            labels=all_labels,
-            sbxd=sbxd,
-            cgroup_parent=self._cgroup,
-        )
-        with tolerated(404, 409):  # the image was pruned; made by a try whose answer was lost
-            await self._daemon.call(
-                "create", lambda client: client.containers.create(config, name=sandbox_id), create=True
-            )
-        return await self._inspect(sandbox_id)
+        async with self._containers.awaited():
+            if found is None:
+                with named_disk():
+                    box = await asyncio.to_thread(self._boxes.make, sandbox_id, labels)
+                found = await self._containers.create(sandbox_id, recipe, box, labels, queued=queued)
+            if found is None:
+                words = "its image or itself was removed meanwhile"
+                raise SandboxError(f"container {sandbox_id} was not made: {words}")
+            if found["State"]["Status"] == "created":
+                await self._containers.start(sandbox_id, queued=queued)
+        return str(found["Id"])
 
     async def _ready(self, sandbox_id: str) -> None:
         """Wait until the first process answers."""
-        until = time.monotonic() + READY_S
-        while True:
-            try:
-                return await self._channel(sandbox_id).ready()
-            except ChannelLost as lost:
-                if time.monotonic() > until:
-                    raise await self._autopsy(sandbox_id, lost) from lost
-                await asyncio.sleep(0.005)
-
-    async def _tools(self) -> Path:
-        if self._toolbox is None:
-            self._toolbox = await asyncio.to_thread(build_toolbox, self._state / "toolbox")
-        return self._toolbox
+        await self._answered(sandbox_id, until_ready(self._channel(sandbox_id), READY_S))
 
     # --- finding out ----------------------------------------------------------------------------------------------
 
     def _channel(self, sandbox_id: str) -> Channel:
-        if self._boxes.labels(sandbox_id).get("ratchet.transport") == "exec":
-            return ExecChannel(self._daemon, sandbox_id, self._boxes.box(sandbox_id))
-        return SocketChannel(self._boxes.box(sandbox_id))
+        labels = self._boxes.labels(sandbox_id)
+        name, box = labels.get(CONTAINER, sandbox_id), self._boxes.box(sandbox_id)
+        return self._containers.channel(name, box, labels.get(TRANSPORT, ""))
 
     async def _answered(self, sandbox_id: str, call: Coroutine[Any, Any, Value]) -> Value:
         try:
@@ -208,17 +260,21 @@ class DockerBackend:
                 return SandboxError(f"sandbox {sandbox_id} runs but does not answer: {lost}")
             await asyncio.sleep(0.1)
 
+    async def pid(self, sandbox_id: str) -> int:
+        """The first process as this host knows it, 0 where there is none. Raises SandboxError."""
+        found = await self._inspect(sandbox_id)
+        return int(found["State"]["Pid"]) if found is not None else 0
+
     async def _inspect(self, sandbox_id: str) -> dict[str, Any] | None:
-        with tolerated(404):
-            found: dict[str, Any] = await self._daemon.call(
-                "inspect", lambda client: client.containers.container(sandbox_id).show()
-            )
-            return found
-        return None
+        return await self._containers.inspect(self._boxes.container(sandbox_id))
 
     async def _names(self, labels: dict[str, str]) -> set[str]:
-        found = await containers_of(self._daemon, labels | {"ratchet.stack": self._stack})
-        return {name.removeprefix("/") for item in found for name in item["Names"]}
+        """Ids of the sandboxes that have a container, running or not, and these labels."""
+        found = [item for item in await self.owned() if item.container]
+        return {item.id for item in found if labels.items() <= item.labels.items()}
+
+    async def _folders_with(self, label: str, value: str) -> set[str]:
+        return set(await asyncio.to_thread(self._boxes.having, label, value))
 
     async def _living(self) -> set[str]:
         return await self._names({"ratchet.kind": "agent"})
@@ -226,28 +282,15 @@ class DockerBackend:
     # --- removing -------------------------------------------------------------------------------------------------
 
     async def _close(self, sandbox_id: str) -> None:
-        await self._remove(sandbox_id)
-        await asyncio.to_thread(self._boxes.remove, sandbox_id)
+        if sandbox_id.startswith(PREFIX):
+            if await asyncio.to_thread(self._members.retire, sandbox_id):
+                await self._containers.remove(sandbox_id)
+                await asyncio.to_thread(self._members.forget, sandbox_id)
+            return
+        await self._discard(sandbox_id)
         self._locks.pop(sandbox_id, None)
         await self._slots.free(sandbox_id)
 
-    async def _remove(self, sandbox_id: str) -> None:
-        with tolerated(404, 409):  # gone, or on its way out
-            await self._daemon.call(
-                "remove", lambda client: client.containers.container(sandbox_id).delete(force=True, v=True)
-            )
-        until = time.monotonic() + READY_S
-        while await self._inspect(sandbox_id) is not None:
-            if time.monotonic() > until:
-                raise SandboxError(f"container {sandbox_id} can't be removed")
-            await asyncio.sleep(0.1)
-
-
-async def _whole(work: Coroutine[Any, Any, Value]) -> Value:
-    """Finish `work` before a cancellation goes on: what the daemon was asked for is then there to be removed."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    async def _discard(self, sandbox_id: str) -> None:
+        await self._containers.remove(self._boxes.container(sandbox_id))
+        await asyncio.to_thread(self._boxes.remove, sandbox_id)

@@ -7,7 +7,9 @@ the daemon and costs some 70 ms; run.sh says where else it is weaker. Called by 
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from activities.sandbox.channel import (
 from activities.sandbox.daemon import Daemon, Refused
 
 POLL_S = 0.02
+RUNS = ("State", "Running")
+START_S = 1.0
+"""How long a command that finds no room is tried again."""
 WATCHDOG_GRACE_S = 1.0
 """After this the host kills too: a watchdog that the kernel took can't."""
 
@@ -40,17 +45,8 @@ class ExecChannel:
         if found := journaled(self._box, op.op_id):
             return found
         again = self._claimed(op.op_id)
-        if not again:
-            words = [
-                op.key,
-                str(op.uid),
-                f"{op.timeout_s:.3f}",
-                str(max(op.cap_bytes // 2, 1)),
-                op.cwd,
-                op.shell,
-                op.text,
-            ]
-            await self._exec([f"{TOOLS}/bin/sh", f"{TOOLS}/run.sh", *words], "0", op.environment)
+        if not again and not await self._start(op):
+            return await self._no_room()
         result = await self._wait(op.op_id, op.timeout_s, kill=not op.root)
         return replace(result, replayed=again)
 
@@ -63,22 +59,69 @@ class ExecChannel:
         """Everything of the agent's uid at once. `kill` is the shell's own: it works where nothing can fork."""
         await self._exec(["/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
 
-    async def ready(self) -> None:
-        """Nothing has to come up: the first process only holds the sandbox open."""
+    async def ready(self, within_s: float = 1.0) -> None:
+        """Nothing has to come up, but the first process must hold the sandbox open."""
+        if not await self._asked("inspect", lambda client: client.containers.container(self._container).show(), *RUNS):
+            raise ChannelLost("the container does not run")
 
     def _claimed(self, op_id: str) -> bool:
         return (self._box / f"{key_of(op_id)}.claim").exists()
 
-    async def _exec(self, command: list[str], user: str, environment: list[str]) -> None:
-        async def start(client: Any) -> None:
+    async def _start(self, op: Operation) -> bool:
+        """Whether run.sh took the command up. Where the agent's processes leave no room for one more, the daemon says
+        that it started it and nothing ran: then it may be tried again."""
+        words = [op.key, str(op.uid), f"{op.timeout_s:.3f}", str(max(op.cap_bytes // 2, 1)), op.cwd, op.shell, op.text]
+        until = None
+        while True:
+            made = await self._exec([f"{TOOLS}/bin/sh", f"{TOOLS}/run.sh", *words], "0", op.environment)
+            # From here: in the queue for the daemon it did not look for room.
+            until = until or time.monotonic() + START_S
+            while not self._claimed(op.op_id):
+                await asyncio.sleep(POLL_S)
+                if not await self._runs(made):
+                    break
+            if self._claimed(op.op_id) or time.monotonic() > until:
+                return self._claimed(op.op_id)
+
+    async def _runs(self, made: Any) -> bool:
+        return bool(await self._asked("inspect exec", lambda _: made.inspect(), "Running"))
+
+    async def _no_room(self) -> Result:
+        """The result of a command that could not be started, with what the daemon counts of the sandbox's processes."""
+        held = await self._asked(
+            "stats", lambda client: client.containers.container(self._container).stats(stream=False), 0, "pids_stats"
+        )
+        return Result(
+            exit_code=None,
+            signal=None,
+            timed_out=False,
+            spawn_errno=errno.EAGAIN,
+            seconds=0.0,
+            total_bytes=0,
+            head=b"",
+            tail=b"",
+            pids=held.get("current", 0),
+            pids_max=held.get("limit", -1),
+        )
+
+    async def _exec(self, command: list[str], user: str, environment: list[str]) -> Any:
+        async def start(client: Any) -> Any:
             container = client.containers.container(self._container)
             made = await container.exec(command, stdout=False, stderr=False, user=user, environment=environment)
             await made.start(detach=True)
+            return made
 
+        return await self._asked("exec", start)
+
+    async def _asked(self, verb: str, action: Callable[[Any], Awaitable[Any]], *path: str | int) -> Any:
+        """What lies at `path` in the daemon's answer."""
         try:
-            await self._daemon.call("exec", start)
+            answer = await self._daemon.call(verb, action)
         except Refused as refused:
             raise ChannelLost(str(refused)) from refused
+        for step in path:
+            answer = answer[step]
+        return answer
 
     async def _wait(self, op_id: str, timeout_s: float, *, kill: bool) -> Result:
         began, killed = time.monotonic(), not kill

@@ -16,9 +16,9 @@ import tarfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from activities.sandbox.daemon import Daemon, Refused
+from activities.sandbox.daemon import Daemon, Refused, tolerated
 from activities.sandbox.toolbox import applets, find_busybox
-from workflows.errors import InvalidConfig
+from workflows.errors import InvalidConfig, SandboxError
 
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000:agent:/work:/bin/sh\n"
 GROUP = "root:x:0:\nagent:x:1000:\n"
@@ -38,6 +38,7 @@ DIRECTORIES = {
     "tmp": 0o1777,
     "work": 0o755,
 }
+ID = "sha256:"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -72,14 +73,23 @@ def busybox_layer() -> Layer:
     return Layer("busybox", buffer.getvalue())
 
 
+class ImageGone(SandboxError):
+    """The image that was asked for by its id is nowhere to be had."""
+
+    default_retryable = False
+
+
 BASES: dict[str, Callable[[], Layer]] = {"busybox": busybox_layer}
 """What `Task.image` may name."""
 
 
 async def ensure_image(daemon: Daemon, base: str) -> str:
-    """The image id (`sha256:...`) of a base image, loaded into the daemon if it isn't there.
+    """The image id (`sha256:...`) of a base image, loaded into the daemon if it isn't there. An id stands for itself.
 
-    Raises InvalidConfig for a name that is not in the table, SandboxError where the daemon can't take it."""
+    Raises InvalidConfig for a name that is not in the table, ImageGone for an id that this machine neither has nor can
+    make, SandboxError where the daemon can't take it."""
+    if base.startswith(ID):
+        return await _by_id(daemon, base)
     if base not in BASES:
         raise InvalidConfig(f"unknown base image {base!r}; there are: {', '.join(sorted(BASES))}")
     layer = await asyncio.to_thread(BASES[base])
@@ -92,6 +102,21 @@ async def ensure_image(daemon: Daemon, base: str) -> str:
         await daemon.call("load image", lambda client: client.images.import_image(_chunks(archive)))
         found = await daemon.call("inspect image", lambda client: client.images.inspect(layer.tag))
     return str(found["Id"])
+
+
+async def _by_id(daemon: Daemon, image_id: str) -> str:
+    """That image: as the daemon has it, or as a base image whose content still gives it."""
+    with tolerated(404):
+        await daemon.call("inspect image", lambda client: client.images.inspect(image_id))
+        return image_id
+    made = {base: await ensure_image(daemon, base) for base in BASES}
+    if image_id in made.values():
+        return image_id
+    today = ", ".join(f"{base} is {found}" for base, found in made.items())
+    raise ImageGone(
+        f"the image {image_id} is not on this machine any more, and no base image made here gives it today ({today}); "
+        "on a machine that has it, `docker save` writes it to a file that `docker load` reads here"
+    )
 
 
 def _archive(layer: Layer) -> bytes:

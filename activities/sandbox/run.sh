@@ -1,6 +1,6 @@
 # run.sh: runs one command for the host where sbxd can't be built, and keeps its result as sbxd would.
 #
-# `docker exec` starts it as root; the key's claim is a folder made atomically, so a key runs at most once, and the result
+# `docker exec` starts it as root; the key's claim is a file made atomically, so a key runs at most once, and the result
 # appears whole or not at all. It speaks with nobody: the host reads the result's file, after a lost client too. Weaker
 # than sbxd in three points: output ends at 64 MiB (the writer gets SIGXFSZ), a status above 128 is read as a signal, and a
 # time-out also kills what earlier commands of the agent left running. Called by activities/sandbox/exec_channel.py.
@@ -28,11 +28,18 @@ counter() { # <name or -> <file>...: a value of the first file that is there
 cg=/sys/fs/cgroup
 oom() { value=0 && counter oom_kill $cg/memory.events $cg/memory/memory.oom_control; }
 hits() { value=0 && counter max $cg/pids.events $cg/pids/pids.events; }
+held() {
+    value=0 && counter - $cg/pids.current $cg/pids/pids.current && pids=$value
+    value=0 && counter - $cg/pids.max $cg/pids/pids.max && most=$value
+}
 clock() { read -r up rest </proc/uptime && centis=${up%.*}${up#*.}; }
 
-"$tools/mkdir" "$box/$key.claim" 2>/dev/null || exit 0
+# The shell's own: a claim takes no process, for the agent's may leave no room for one.
+set -C
+echo 2>/dev/null >"$box/$key.claim" || exit 0
+set +C
 # Where the agent's processes leave no room for ours, this shell ends at its next fork: say so without one.
-trap '[ -e "$box/$key" ] || echo "-1 0 0 11 0 0 0 0 0 0 -1 -1 -" >"$box/$key"' EXIT
+trap '[ -e "$box/$key" ] || { held && echo "-1 0 0 11 0 0 0 0 0 0 $pids $most -" >"$box/$key"; }' EXIT
 oom && oom_before=$value
 hits && hits_before=$value
 cd "$cwd" 2>/dev/null || cd /
@@ -81,8 +88,7 @@ n_head=$((total < half ? total : half))
 n_tail=$((total - n_head < half ? total - n_head : half))
 oom && oom_now=$value
 hits && hits_now=$value
-value=0 && counter - $cg/pids.current $cg/pids/pids.current && pids=$value
-value=0 && counter - $cg/pids.max $cg/pids/pids.max && most=$value
+held
 {
     echo "$code $signal $timed_out 0 $ms $total $n_head $n_tail $((oom_now - oom_before)) $((hits_now - hits_before))" \
         "$pids $most ${full:--}"

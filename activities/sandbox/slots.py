@@ -1,7 +1,7 @@
 """How many sandboxes may live at once on this host.
 
-The daemon is the only truth: the count is read from it, so a restarted or a second worker agrees. Called by
-`DockerBackend`.
+The count is read from the host, so a restarted or a second worker agrees: from the sandboxes' folders, of which there
+are never fewer than sandboxes, and where those leave no room from the daemon. Called by `DockerBackend`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from workflows.errors import SandboxError
-
-WAIT_S = 60.0
-"""Longest wait inside one try; Temporal's retry goes on from there."""
 LOOK_S = 2.0
 
 
 class Slots:
-    def __init__(self, most: int, living: Callable[[], Awaitable[set[str]]]) -> None:
+    """`perhaps` are the sandboxes that may be living, cheap to ask for; `living` are those that do."""
+
+    def __init__(
+        self, most: int, perhaps: Callable[[], Awaitable[set[str]]], living: Callable[[], Awaitable[set[str]]]
+    ) -> None:
         self._most = most
+        self._perhaps = perhaps
         self._living = living
         self._held: set[str] = set()
         self._starting: set[str] = set()
@@ -27,15 +28,14 @@ class Slots:
         self._looked = float("-inf")
 
     async def take(self, sandbox_id: str) -> float:
-        """Wait for a free slot; seconds waited. Raises SandboxError (retryable) when none frees itself."""
+        """Wait for a free slot, however long that takes: a queue is nobody's failure. Seconds waited."""
         began = time.monotonic()
         async with self._changed:
             await self._look(began)
             while sandbox_id not in self._held and len(self._held) >= self._most:
-                if time.monotonic() - began > WAIT_S:
-                    raise SandboxError(f"all {self._most} sandboxes of this host are in use")
                 try:
-                    await asyncio.wait_for(self._changed.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._changed.wait()
                 except TimeoutError:
                     await self._look(time.monotonic())
             self._held.add(sandbox_id)
@@ -53,7 +53,9 @@ class Slots:
             self._changed.notify_all()
 
     async def _look(self, now: float) -> None:
-        """Take the daemon's word, at most every `LOOK_S`."""
+        """Count afresh, at most every `LOOK_S`."""
         if now - self._looked >= LOOK_S:
             self._looked = now
-            self._held = await self._living() | self._starting
+            self._held = await self._perhaps() | self._starting
+            if len(self._held) >= self._most:
+                self._held = await self._living() | self._starting

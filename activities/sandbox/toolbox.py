@@ -1,7 +1,8 @@
-"""The read-only folder of trusted tools that every sandbox gets: a static busybox, its applets, sbxd and run.sh.
+"""The read-only folder of trusted tools that every sandbox gets: a static busybox, its applets, sbxd, snap, run.sh.
 
-Owns the one build step of the sandbox: sbxd is compiled at first use. The folder's name is the hash of what it is made
-from, so that it is built once per machine and never changed; it appears whole or not at all. Called by `DockerBackend`.
+Owns the one build step of the sandbox: sbxd and snap are compiled at first use. The folder's name is the hash of what
+it is made from, so that it is built once per machine and never changed; it appears whole or not at all. Called by
+`Containers`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from workflows.errors import SandboxError
@@ -19,6 +21,8 @@ from workflows.errors import SandboxError
 log = logging.getLogger(__name__)
 
 SBXD_SOURCES = sorted(Path(__file__).with_name("sbxd").glob("*.[ch]"))
+UNITS = {"sbxd": ("sbxd.c", "command.c", "kernel.c"), "snap": ("snap.c", "kernel.c")}
+"""What each program is compiled from."""
 RUN_SCRIPT = Path(__file__).with_name("run.sh")
 
 
@@ -53,16 +57,17 @@ def build_toolbox(cache: Path) -> Path:
         shutil.copyfile(RUN_SCRIPT, fresh / "run.sh")
         for name in applets(busybox):
             (fresh / "bin" / name).symlink_to("busybox")
-        _compile(fresh / "sbxd")
+        _compile(fresh)
         for path in (fresh / "bin" / "busybox", fresh / "run.sh", fresh, fresh / "bin"):
             path.chmod(0o755)
-        if folder.is_dir():
+        if folder.is_dir() and not has_sbxd(folder):
             # Built before there was a compiler; containers that have it mounted keep theirs.
-            folder.rename(Path(temporary) / "old")
+            with suppress(OSError):
+                folder.rename(cache / f"{folder.name}-without-sbxd")
         try:
             fresh.rename(folder)
         except OSError:
-            # Another process built the same content first.
+            # Another process built the same content first; it is mounted somewhere already.
             if not folder.is_dir():
                 raise
     return folder
@@ -72,13 +77,15 @@ def has_sbxd(toolbox: Path) -> bool:
     return (toolbox / "sbxd").is_file()
 
 
-def _compile(target: Path) -> None:
-    """Compile sbxd; where that fails the sandboxes fall back on `docker exec` and say so."""
-    units = [str(path) for path in SBXD_SOURCES if path.suffix == ".c"]
-    command = ["gcc", "-static", "-O2", "-o", str(target), *units]
+def _compile(folder: Path) -> None:
+    """Compile the programs; where that fails the sandboxes fall back on `docker exec`, have no snapshots, say so."""
+    source = SBXD_SOURCES[0].parent
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        for name, units in UNITS.items():
+            command = ["gcc", "-static", "-O2", "-o", str(folder / name), *(str(source / unit) for unit in units)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         log.warning("sbxd can't be built (%s); sandboxes use docker exec, which is some 30 times slower", detail)
-        target.unlink(missing_ok=True)
+        for name in UNITS:
+            (folder / name).unlink(missing_ok=True)

@@ -2,37 +2,71 @@
 
 Owns the rule: exit 0 is reward 1, exit 1 is reward 0, anything else is a broken verifier. A broken one is run once
 more; if it breaks again it is asked about a known-good answer in a fresh sandbox. Only this answer breaks it: the
-model's failure, so that crashing the verifier never pays. Called by `SandboxActivities.verify`.
+model's failure, so that crashing the verifier never pays. Before all that: an agent that touched protected files, or
+whose run left out an expected test, tampered. Whatever speaks against the agent is looked into first, so that the
+host's doing never does. Called by `SandboxActivities`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from activities.sandbox.channel import Operation, Result
 from activities.sandbox.evidence import broken_by_agent
+from activities.sandbox.tampering import digest_operation, is_digest, missing, touched
 from tasksets.base import Task
 from workflows.errors import SandboxError, VerifierBrokenByAnswer, VerifierError
 
+SETUP_S = 30.0
 CHECK_S = 15.0
 ORACLE_S = 15.0
 Run = Callable[[Operation], Awaitable[Result]]
 """Runs an operation in one sandbox."""
+Look = Callable[[Operation, Result], Awaitable[dict[str, str]]]
+"""Finds out whose doing a result is: evidence where it is the agent's or needs no looking into; raises SandboxError or
+Undetermined where it is not the agent's."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    passed: bool
+    detail: str
+    tampered: bool = False
 
 
 def setup_operation(task: Task) -> Operation:
-    return Operation(op_id="setup", command=task.setup, timeout_s=30.0, root=True)
+    return Operation(op_id="setup", command=task.setup, timeout_s=SETUP_S, root=True)
 
 
 def check_operation(task: Task, answer: str, number: int) -> Operation:
     """The check as root: trusted PATH, ANSWER in its environment. `number` tells the second run from the first."""
-    return Operation(op_id=f"check-{number}", command=task.check, timeout_s=CHECK_S, root=True, env={"ANSWER": answer})
+    return Operation(
+        op_id=f"check-{number}",
+        command=task.check,
+        timeout_s=CHECK_S,
+        root=True,
+        env={"ANSWER": answer},
+        # A test that is cut out of the output would count as left out.
+        cap_bytes=1 << 20 if task.expected_tests else 1 << 16,
+    )
 
 
 async def set_up(task: Task, run: Run) -> None:
-    """Run the task's setup. Raises SandboxError (final: the same sandbox would give the same again)."""
-    result = await run(setup_operation(task))
+    """Run the task's setup, and note what is protected. Raises SandboxError (final: the same sandbox would give the
+    same again)."""
+    await run_setup(task, run)
+    await note_protected(task, run)
+
+
+async def run_setup(task: Task, run: Run) -> None:
+    """Raises SandboxError (final: the same sandbox would give the same again)."""
+    check_setup(task, await run(setup_operation(task)))
+
+
+def check_setup(task: Task, result: Result) -> None:
+    """Raises as `run_setup` for a result of the setup that is not what it should be."""
     if result.exit_code != 0:
         said = result.tail or result.head
         raise SandboxError(
@@ -41,25 +75,101 @@ async def set_up(task: Task, run: Run) -> None:
         )
 
 
-async def judge(
-    task: Task, answer: str, run: Run, known_good: Callable[[], AbstractAsyncContextManager[Run]]
-) -> tuple[bool, str]:
-    """(passed, detail) of an attempt whose processes are dead already. `known_good` opens a fresh sandbox.
+async def note_protected(task: Task, run: Run) -> None:
+    """Note in the sandbox's journal what the protected files are before the agent. Raises SandboxError (final)."""
+    if task.protected:
+        noted = await run(digest_operation(task, when="before"))
+        if not is_digest(noted):
+            raise SandboxError(f"no digest of the protected files of {task.id}: {describe(noted)}", retryable=False)
 
-    Raises VerifierBrokenByAnswer, VerifierError (final), or SandboxError."""
-    for number in (1, 2):
-        result = await run(check_operation(task, answer, number))
-        if result.exit_code in (0, 1):
-            return result.exit_code == 0, f"check: {describe(result)}"
-    broken = f"the check of {task.id}: {describe(result)}"
+
+async def at_face_value(_: Operation, __: Result) -> dict[str, str]:
+    """The `Look` of those who have no inquest."""
+    return {}
+
+
+async def judge(
+    task: Task,
+    answer: str,
+    run: Run,
+    known_good: Callable[[], AbstractAsyncContextManager[Run]],
+    look: Look = at_face_value,
+) -> Verdict:
+    """The verdict on an attempt whose processes are dead already. `known_good` opens a fresh sandbox; one that was
+    prepared as the attempt's own was shows what is wrong with the preparation.
+
+    Raises VerifierBrokenByAnswer, VerifierError, SandboxError, or what `look` raises."""
+    changed, broken = await _changed(task, run, look)
+    if broken is None:
+        found = await _checked(task, answer, run, look, changed)
+        if isinstance(found, Verdict):
+            return found
+        broken = found
+    if changed:
+        return Verdict(False, f"{changed}; {broken.words}", True)
     async with known_good() as fresh:
+        # Once: of a prepared sandbox the journal knows it.
         await set_up(task, fresh)
         for turn, command in enumerate(task.oracle):
             await fresh(Operation(op_id=f"oracle-{turn}", command=command, timeout_s=ORACLE_S))
         proof = await fresh(check_operation(task, task.oracle_answer, 1))
+    words = f"{task.id}: {broken.words}"
+    evidence = broken.evidence | {"check on a known-good answer": describe(proof)}
     if proof.exit_code == 0:
-        raise VerifierBrokenByAnswer(f"{broken}; a known-good answer passes")
-    raise VerifierError(f"{broken}; on a known-good answer: {describe(proof)}", retryable=False)
+        raise VerifierBrokenByAnswer(f"{words}; a known-good answer passes", evidence=evidence)
+    raise VerifierError(f"{words}; on a known-good answer: {describe(proof)}", retryable=False, evidence=evidence)
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """What of the verifier gave no answer on a fit host, in words."""
+
+    words: str
+    evidence: dict[str, str]
+
+
+async def _checked(task: Task, answer: str, run: Run, look: Look, changed: str) -> Verdict | _Broken:
+    """Run the check, once more where it breaks. A result that is no pass is looked into before it counts."""
+    broken: list[tuple[Operation, Result]] = []
+    for number in (1, 2):
+        op = check_operation(task, answer, number)
+        result = await run(op)
+        if result.exit_code in (0, 1):
+            absent = missing(task, result)
+            if result.exit_code == 1 or absent:
+                await look(op, result)
+            said = [changed, f"not reported: {', '.join(absent)}"[:200] if absent else "", f"check: {describe(result)}"]
+            tampered = bool(changed or absent)
+            return Verdict(result.exit_code == 0 and not tampered, "; ".join(filter(None, said)), tampered)
+        broken.append((op, result))
+    evidence = await _looked(look, broken)
+    return _Broken(f"check: {describe(result)}", evidence | {"check on this answer": describe(result)})
+
+
+async def _changed(task: Task, run: Run, look: Look) -> tuple[str, _Broken | None]:
+    """What of the verifier was tampered with, empty where nothing was; and what kept us from knowing. The journal
+    answers for the time before."""
+    if not task.protected:
+        return "", None
+    before = await run(digest_operation(task, when="before"))
+    broken: list[tuple[Operation, Result]] = []
+    for when in ("after", "after-again"):
+        op = digest_operation(task, when=when)
+        after = await run(op)
+        if is_digest(after):
+            return touched(before, after), None
+        broken.append((op, after))
+    evidence = await _looked(look, broken)
+    words = f"digest of the protected files: {describe(after)}"
+    return "", _Broken(words, evidence | {"digest of the protected files": describe(after)})
+
+
+async def _looked(look: Look, broken: list[tuple[Operation, Result]]) -> dict[str, str]:
+    """The evidence on results of which each is the agent's doing. Raises as `look`."""
+    evidence: dict[str, str] = {}
+    for op, result in broken:
+        evidence |= await look(op, result)
+    return evidence
 
 
 def describe(result: Result) -> str:

@@ -1,8 +1,8 @@
 """The trainer's activities: bring it up, make an update. Called by TrainingRun on the `training` queue.
 
-Promises: an update is made once per batch id (a batch that is trained answers with what was recorded); it always begins
-with the committed state of the step before; a try that was overtaken can't commit; what a killed try leaves behind is
-never read.
+Promises: an update is made once per batch id (a batch that is closed answers with what was recorded); it always
+begins with the committed state of the step before; a try that was overtaken can't commit; what a killed try leaves
+behind is never read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,24 @@ from activities.training import ledger
 from activities.training.batch import Trajectory, trajectory
 from activities.training.checkpoints import load_training_state, save_training_state
 from activities.training.engine import Trainer
+from activities.training.scoring import divergences
 from activities.training.service import TrainerService
-from activities.training.update import make_update
+from activities.training.update import make_update, warning_of
 from activities.training.work import Work
+from storage.groups import left_out
 from storage.objects import ObjectStore
+from storage.tables import VOID, Batch
 from workflows.config import RunConfig
-from workflows.contracts import Segment, Timing, TrainerInput, TrainerOutput, UpdateInput, UpdateOutput
+from workflows.contracts import (
+    ScoreInput,
+    ScoreOutput,
+    Segment,
+    Timing,
+    TrainerInput,
+    TrainerOutput,
+    UpdateInput,
+    UpdateOutput,
+)
 from workflows.errors import TrainerError
 
 READERS = 8
@@ -45,11 +57,28 @@ class TrainingActivities:
 
     @activity.defn(name="update")
     async def update(self, message: UpdateInput) -> UpdateOutput:
-        """Make step `message.step` on its batch and commit it. Raises FencedError when a newer try has begun."""
+        """Make step `message.step` on its batch and commit it; a batch that teaches nothing is committed as void, with
+        the trainer as it was. Raises FencedError when a newer try has begun."""
         queued = _queued_s()
         started = time.monotonic()
         output = await self._service.call(partial(self._update, message))
         return output.model_copy(update={"timing": Timing(queue_s=queued, run_s=time.monotonic() - started)})
+
+    @activity.defn(name="score")
+    async def score(self, message: ScoreInput) -> ScoreOutput:
+        """How far each group's policy is from the state `message.checkpoint`; changes nothing."""
+        queued = _queued_s()
+        started = time.monotonic()
+        found = await self._service.call(partial(self._score, message))
+        return ScoreOutput(divergences=found, timing=Timing(queue_s=queued, run_s=time.monotonic() - started))
+
+    def _score(self, message: ScoreInput, work: Work) -> list[float]:
+        config = RunConfig.model_validate(message.config)
+        ids = [f"{message.run}/g{number}" for number in message.groups]
+        members = [one for group_id in ids for one in ledger.members_of_group(self._database, group_id)]
+        batch = self._trajectories(members, work)
+        found = divergences(self._service.at(message.checkpoint, config, work), batch, config=config, work=work)
+        return [found[group_id] for group_id in ids]
 
     def _start(self, message: TrainerInput, work: Work) -> TrainerOutput:
         config = RunConfig.model_validate(message.config)
@@ -63,11 +92,11 @@ class TrainingActivities:
         return TrainerOutput(checkpoint=key, parameters=trainer.parameters, world_size=trainer.world_size)
 
     def _update(self, message: UpdateInput, work: Work) -> UpdateOutput:
+        config = RunConfig.model_validate(message.config)
         row = ledger.batch_row(self._database, message.batch_id)
         if row.state != ledger.RESERVED:
-            return UpdateOutput(step=row.step, checkpoint=row.checkpoint, metrics=row.metrics)
+            return _answer(row, config)
         fence = ledger.take_fence(self._database, message.batch_id)
-        config = RunConfig.model_validate(message.config)
         seconds: dict[str, float] = {}
         clock = time.monotonic()
 
@@ -75,7 +104,7 @@ class TrainingActivities:
             nonlocal clock
             seconds[f"seconds/{part}"], clock = time.monotonic() - clock, time.monotonic()
 
-        batch = self._trajectories(message.batch_id, work)
+        batch = self._trajectories(ledger.members_of(self._database, message.batch_id), work)
         lap("fetch")
         first = training_state_key(message.run, 0)
         before = ledger.checkpoint_before(self._database, message.run, message.step, first)
@@ -86,28 +115,33 @@ class TrainingActivities:
             trainer, batch, config=config, step=message.step, policy_version=message.policy_version, work=work
         )
         lap("update")
-        ledger.require_fence(self._database, message.batch_id, fence)
-        key = training_state_key(message.run, message.step, fence)
-        self._save(trainer, message.run, message.step, key, work)
-        lap("save")
-        metrics = result.metrics | seconds
-        ledger.commit(
-            self._database,
-            message.batch_id,
-            fence=fence,
-            checkpoint=key,
-            metrics=metrics,
-            advantages=result.advantages,
-        )
-        self._service.holds(key)
-        return UpdateOutput(step=message.step, checkpoint=key, metrics=metrics)
+        metrics = result.metrics | {"groups/short_share": ledger.short_share(self._database, message.batch_id)}
+        if result.void:
+            ledger.commit_void(
+                self._database, message.batch_id, fence=fence, reason=result.void, metrics=metrics | seconds
+            )
+            self._service.holds(before)
+        else:
+            ledger.require_fence(self._database, message.batch_id, fence)
+            key = training_state_key(message.run, message.step, fence)
+            self._save(trainer, message.run, message.step, key, work)
+            lap("save")
+            ledger.commit(
+                self._database,
+                message.batch_id,
+                fence=fence,
+                checkpoint=key,
+                metrics=metrics | seconds,
+                advantages=result.advantages,
+            )
+            self._service.holds(key)
+        return _answer(ledger.batch_row(self._database, message.batch_id), config)
 
     def _save(self, trainer: Trainer, run: str, step: int, key: str, work: Work) -> None:
         save_training_state(trainer, self._store, run=run, step=step, key=key, spool=self._spool, work=work)
 
-    def _trajectories(self, batch_id: str, work: Work) -> list[Trajectory]:
-        """The batch's episodes as they were recorded. Raises TrainerError (final) where a record contradicts itself."""
-        members = ledger.members_of(self._database, batch_id)
+    def _trajectories(self, members: list[ledger.Member], work: Work) -> list[Trajectory]:
+        """Episodes as they were recorded. Raises TrainerError (final) where a record contradicts itself."""
         work.check(f"reading {len(members)} trajectories")
         with ThreadPoolExecutor(READERS) as readers:
             read = list(readers.map(lambda item: [self._segment(key) for key in item.segments], members))
@@ -121,6 +155,19 @@ class TrainingActivities:
 
     def _segment(self, key: str) -> Segment:
         return Segment.model_validate_json(self._store.get(key))
+
+
+def _answer(row: Batch, config: RunConfig) -> UpdateOutput:
+    """What the committed row says: the same from the try that wrote it and from any later one."""
+    void = row.reason if row.state == VOID else ""
+    return UpdateOutput(
+        step=row.step,
+        checkpoint=row.checkpoint,
+        metrics=row.metrics,
+        void=void,
+        dropped=left_out(row.metrics),
+        warning=warning_of(row.metrics, config.training),
+    )
 
 
 def _queued_s() -> float:

@@ -9,6 +9,7 @@ Shapes: T tokens of a trajectory, B rows and T columns of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -98,8 +99,19 @@ class MicroBatch:
     temperature_BT: torch.Tensor
 
     @property
+    def rows_N(self) -> torch.Tensor:
+        """The row of each sampled token, in row-major order."""
+        return self.loss_mask_BT.nonzero(as_tuple=True)[0]
+
+    @property
     def padded_tokens(self) -> int:
         return self.token_ids_BT.numel()
+
+
+def optimizer_steps(groups: int, *, full: int, minibatches: int) -> int:
+    """Optimizer steps of a batch of `groups` where one of `full` groups makes `minibatches`: a batch that was cut short
+    makes fewer, not smaller ones, whose gradients would be noise at the same learning rate."""
+    return max(1, min(minibatches, math.ceil(minibatches * groups / full)))
 
 
 def split_minibatches(count: int, minibatches: int, *, seed: int, step: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from activities.publication.manifest import (
     write_manifest,
 )
 from activities.training.engine import TAG, Trainer
+from activities.training.ranks import everywhere
 from activities.training.transit import transit_folder
 from activities.training.work import Work
 from storage.objects import ObjectStore
@@ -32,7 +33,7 @@ def save_training_state(
 ) -> Manifest:
     """Write the trainer's state as the manifest `key`."""
     with transit_folder(spool, state_bytes(trainer)) as folder:
-        saved = trainer.save_state(folder)
+        saved = everywhere(Trainer.save_state, trainer, folder)
         work.check(f"uploading the state of step {step}")
         files = upload_folder(store, objects_prefix(run), saved, progress=work.moved)
         if missing := trainer.state_files() - {file.name for file in files}:
@@ -51,12 +52,12 @@ def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool
         raise TrainerError(f"{key} holds {manifest.kind}, not a training state", retryable=False)
     if manifest.world_size != trainer.world_size:
         raise TrainerError(
-            f"{key} was saved with world size {manifest.world_size}, this trainer has {trainer.world_size}: convert it "
-            "with `python -m deepspeed.checkpoint.ds_to_universal`, or start a new run from the published weights",
+            f"{key} was saved with world size {manifest.world_size}, this trainer has {trainer.world_size}: start it "
+            f"with RATCHET_TRAINER_PROCESSES={manifest.world_size}, or a new run from the published weights",
             retryable=False,
         )
     with transit_folder(spool, manifest.total_bytes) as folder:
         work.check(f"downloading the state of step {manifest.step}")
         download_files(store, manifest, folder / TAG, progress=work.moved)
-        trainer.load_state(folder)
+        everywhere(Trainer.load_state, trainer, folder)
         return manifest

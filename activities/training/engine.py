@@ -1,16 +1,14 @@
-"""The policy under DeepSpeed, in this process, at world size 1. Owns the module, its optimizer and its random state.
+"""The policy under DeepSpeed, in this process, which is one rank of the trainer. Owns the module, its optimizer and its
+random state.
 
 Promises: what it holds is exactly some step, or it says `half_done`; training state that it loads is whole or refused;
 dropout is off, so that log-probabilities are a function of weights and tokens. Not thread-safe: TrainerService calls
-everything from one thread.
+everything from one thread. With several processes each has one, and all call the same methods (ranks.everywhere).
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ import torch
 from activities.publication.manifest import TensorInfo
 from activities.training.batch import MicroBatch
 from activities.training.deepspeed_config import deepspeed_config
-from activities.training.loss import sampled_logprobs
+from activities.training.logprobs import sampled_logprobs
+from activities.training.ranks import join, rank, world_size
 from workflows.config import TrainingConfig
 from workflows.errors import TrainerError
 
@@ -32,14 +31,13 @@ CLIENT = "ratchet"
 class Trainer:
     """One policy and its optimizer."""
 
-    world_size = 1
-
     def __init__(self, folder: Path, training: TrainingConfig, *, seed: int) -> None:
         """Load the Hugging Face model in `folder`. Raises TrainerError (final) when it can't be trained as it is."""
         import deepspeed
         from transformers import AutoModelForCausalLM
 
-        _join_process_group()
+        join()
+        self.world_size, self.rank = world_size(), rank()
         self.folder = folder
         self.cuda = torch.cuda.is_available()
         bfloat16 = training.dtype == "bfloat16" or (training.dtype == "auto" and self.cuda)
@@ -49,18 +47,28 @@ class Trainer:
         self.max_grad_norm = training.max_grad_norm
         _seed_everything(seed)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, **_attention(training)
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
             raise TrainerError(f"{folder}: not a causal language model: {error}", retryable=False) from error
         self.tensors = _own_tensors(model, self.dtype)
         _require_file_names(folder, self.tensors)
         self.vocab_size = int(model.config.vocab_size)
         self.parameters: int = sum(parameter.numel() for parameter in model.parameters())
         model.config.use_cache = False
+        if training.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=[item for item in model.parameters() if item.requires_grad], config=config
         )
-        self._engine.eval()
+        if training.activation_checkpointing:
+            # transformers recomputes in training mode only; without dropout the two modes are one function.
+            _without_dropout(self._engine.module)
+            self._engine.train()
+        else:
+            self._engine.eval()
+        self._reference = _frozen(folder, training, self.dtype, self.device) if training.kl_coefficient else None
         self.half_done = False
         self.updates = 0
         """Updates that these weights have seen, over all runs that led to them: the clock of the warm-up."""
@@ -75,13 +83,26 @@ class Trainer:
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs [N], entropy [N]) of the sampled tokens of a micro-batch, at their temperatures."""
-        logits_BTV = self._engine(
+        return self._sampled(self._engine, micro)
+
+    def _sampled(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_BTV = model(
             input_ids=micro.token_ids_BT,
             attention_mask=micro.attention_mask_BT,
             position_ids=micro.position_ids_BT,
             use_cache=False,
         ).logits
         return sampled_logprobs(logits_BTV, micro.token_ids_BT, micro.loss_mask_BT, micro.temperature_BT)
+
+    def frozen_logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` without a gradient."""
+        with torch.no_grad():
+            return self.logprobs(micro)
+
+    def reference_logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` under the model in `folder`, which never changes. Only with `training.kl_coefficient` above 0."""
+        assert self._reference is not None
+        return self._sampled(self._reference, micro)
 
     def accumulate(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradient of one micro-batch's share of the loss; `last`: the step's final one."""
@@ -130,11 +151,11 @@ class Trainer:
 
     def state_files(self) -> set[str]:
         """Names of the files that a training state of this engine consists of."""
-        prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
-        optimizer = f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        prefix, ranks = "bf16_" if self.dtype is torch.bfloat16 else "", range(self.world_size)
+        optimizers = {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks}
         if self.zero_stage == 3:
-            return {"zero_pp_rank_0_mp_rank_00_model_states.pt", optimizer}
-        return {"mp_rank_00_model_states.pt"} | ({optimizer} if self.zero_stage else set())
+            return {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks} | optimizers
+        return {"mp_rank_00_model_states.pt"} | (optimizers if self.zero_stage else set())
 
     def load_state(self, folder: Path) -> None:
         """Take over the training state in `folder/state`, to the bit. Only on a freshly built trainer.
@@ -178,7 +199,10 @@ class Trainer:
         if self.half_done:
             raise TrainerError("half a step can't be exported")
         whole = (
-            self._engine._zero3_consolidated_16bit_state_dict() if self.zero_stage == 3 else self.module.state_dict()
+            # Stage 3 gathers on rank 0; the others have nothing to say.
+            self._engine._zero3_consolidated_16bit_state_dict() or {}
+            if self.zero_stage == 3
+            else self.module.state_dict()
         )
         return {
             item.name: whole[item.name].detach().to("cpu", getattr(torch, item.dtype)).contiguous()
@@ -186,10 +210,37 @@ class Trainer:
             if item.name in whole
         }
 
+    @classmethod
+    def build(cls, folder: Path, training: TrainingConfig, seed: int) -> Trainer:
+        """The constructor as a function that other processes can be told."""
+        return cls(folder, training, seed=seed)
+
     def close(self) -> None:
         """Let go of the memory."""
         self._engine.destroy()
         del self._engine
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def _attention(training: TrainingConfig) -> dict[str, str]:
+    return {} if training.attention == "auto" else {"attn_implementation": training.attention}
+
+
+def _frozen(folder: Path, training: TrainingConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The reference policy of the KL term: on the device, without gradients."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **_attention(training))
+    model.config.use_cache = False
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _own_tensors(model: Any, dtype: torch.dtype) -> list[TensorInfo]:
@@ -226,25 +277,3 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-@cache
-def _join_process_group() -> None:
-    """The process group of one that DeepSpeed needs, once per process, on the loopback device."""
-    import deepspeed
-    from deepspeed.utils import logger
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    logger.setLevel(logging.WARNING)
-    if torch.distributed.is_initialized():
-        return
-    # The shared-memory operator would be compiled at first use, for a minute, to speed up what one rank never does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("LOCAL_RANK", "0")
-    # The store is this process's memory: no port and no file.
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

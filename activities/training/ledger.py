@@ -9,10 +9,12 @@ import time
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
-from sqlmodel import col, select, update
+from sqlmodel import Session, col, select, update
 
 from storage.database import session
-from storage.tables import Batch, BatchMember, Episode, Turn
+from storage.groups import trainable
+from storage.tables import VOID, Batch, BatchMember, Episode, Group, Turn
+from workflows.contracts import VALID
 from workflows.errors import FencedError, TrainerError
 
 RESERVED, TRAINED, PUBLISHED = "reserved", "trained", "published"
@@ -45,31 +47,54 @@ def take_fence(database: Engine, batch_id: str) -> int:
 
 
 def members_of(database: Engine, batch_id: str) -> list[Member]:
-    """The batch's episodes in its order. Raises TrainerError (final) for a member without reward or tokens."""
+    """The batch's episodes in its order. Raises TrainerError (final) for a member that is not valid or lacks tokens."""
     with session(database) as opened:
         rows = opened.exec(
             select(BatchMember, Episode)
             .where(BatchMember.batch == batch_id, BatchMember.episode == Episode.id)
             .order_by(col(BatchMember.position), col(BatchMember.episode))
         ).all()
-        turns = opened.exec(
-            select(Turn.episode, Turn.segment)
-            .where(col(Turn.episode).in_([episode.id for _, episode in rows]), col(Turn.segment).is_not(None))
-            .order_by(col(Turn.episode), col(Turn.turn))
-        ).all()
+        members = _members(opened, [(member.group_id, episode) for member, episode in rows], f"batch {batch_id}")
+    if not members:
+        raise TrainerError(f"batch {batch_id} has no members", retryable=False)
+    return members
+
+
+def members_of_group(database: Engine, group_id: str) -> list[Member]:
+    """The episodes with which a closed group would train. Raises as `members_of`, StorageError for no such group."""
+    with session(database) as opened:
+        attempts = trainable(opened, group_id=group_id).members
+        rows = opened.exec(select(Episode).where(col(Episode.id).in_(attempts)).order_by(col(Episode.id))).all()
+        return _members(opened, [(group_id, episode) for episode in rows], group_id)
+
+
+def _members(opened: Session, rows: list[tuple[str, Episode]], owner: str) -> list[Member]:
+    turns = opened.exec(
+        select(Turn.episode, Turn.segment)
+        .where(col(Turn.episode).in_([episode.id for _, episode in rows]), col(Turn.segment).is_not(None))
+        .order_by(col(Turn.episode), col(Turn.turn))
+    ).all()
     segments: dict[str, list[str]] = {}
     for attempt_id, key in turns:
         segments.setdefault(attempt_id, []).append(str(key))
     members = []
-    for member, episode in rows:
-        if episode.reward is None or episode.id not in segments:
+    for group_id, episode in rows:
+        if episode.reward is None or episode.outcome not in VALID or episode.id not in segments:
             raise TrainerError(
-                f"{episode.id} is in batch {batch_id} without a reward or without tokens", retryable=False
+                f"{episode.id} ({episode.outcome}) is in {owner} without a valid reward or without tokens",
+                retryable=False,
             )
-        members.append(Member(episode.id, member.group_id, episode.reward, segments[episode.id]))
-    if not members:
-        raise TrainerError(f"batch {batch_id} has no members", retryable=False)
+        members.append(Member(episode.id, group_id, episode.reward, segments[episode.id]))
     return members
+
+
+def short_share(database: Engine, batch_id: str) -> float:
+    """Share of the batch's groups that closed with fewer valid siblings than `group_size`."""
+    groups = select(BatchMember.group_id).where(BatchMember.batch == batch_id).distinct()
+    with session(database) as opened:
+        total = len(opened.exec(groups).all())
+        short = opened.exec(select(Group.id).where(col(Group.id).in_(groups), col(Group.short))).all()
+    return len(short) / total if total else 0.0
 
 
 def checkpoint_before(database: Engine, run: str, step: int, first: str) -> str:
@@ -77,7 +102,9 @@ def checkpoint_before(database: Engine, run: str, step: int, first: str) -> str:
     if step == 1:
         return first
     with session(database) as opened:
-        previous = opened.exec(select(Batch).where(Batch.run == run, Batch.step == step - 1)).first()
+        previous = opened.exec(
+            select(Batch).where(Batch.run == run, Batch.step == step - 1, Batch.state != VOID)
+        ).first()
     if previous is None or not previous.checkpoint:
         raise TrainerError(f"{run}: step {step} can't begin, step {step - 1} is not trained", retryable=False)
     return previous.checkpoint
@@ -100,11 +127,23 @@ def commit(
     advantages: dict[str, float],
 ) -> None:
     """Make the update durable, once. Raises FencedError when a newer try has begun."""
+    values = {"state": TRAINED, "checkpoint": checkpoint, "metrics": metrics, "trained_at": time.time()}
+    _close(database, batch_id, fence, values, advantages)
+
+
+def commit_void(database: Engine, batch_id: str, *, fence: int, reason: str, metrics: dict[str, float]) -> None:
+    """Close a batch that taught nothing, once: its episodes stay its own. Raises FencedError as `commit` does."""
+    _close(database, batch_id, fence, {"state": VOID, "reason": reason, "metrics": metrics}, {})
+
+
+def _close(
+    database: Engine, batch_id: str, fence: int, values: dict[str, object], advantages: dict[str, float]
+) -> None:
     with session(database) as opened:
         done = opened.exec(
             update(Batch)
             .where(col(Batch.id) == batch_id, col(Batch.fence) == fence, col(Batch.state) == RESERVED)
-            .values(state=TRAINED, checkpoint=checkpoint, metrics=metrics, trained_at=time.time())
+            .values(**values)
         )
         if done.rowcount:
             for attempt_id, advantage in advantages.items():

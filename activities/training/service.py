@@ -20,6 +20,7 @@ from temporalio import activity
 
 from activities.training.checkpoints import load_training_state
 from activities.training.engine import Trainer
+from activities.training.ranks import everywhere
 from activities.training.transit import sweep_transit
 from activities.training.work import Work
 from storage.objects import ObjectStore
@@ -65,7 +66,7 @@ class TrainerService:
     def fresh(self, config: RunConfig) -> Trainer:
         """A newly built trainer with the model's own weights. In the trainer's thread."""
         self._drop()
-        trainer = Trainer(Path(config.model), config.training, seed=config.seed)
+        trainer = everywhere(Trainer.build, Path(config.model), config.training, config.seed)
         self._trainer, self._built_for = trainer, _identity(config)
         return trainer
 
@@ -96,7 +97,7 @@ class TrainerService:
     def _drop(self) -> None:
         self._holds, self._built_for = "", ""
         if self._trainer is not None:
-            self._trainer.close()
+            everywhere(Trainer.close, self._trainer)
             self._trainer = None
             gc.collect()
 

@@ -42,8 +42,10 @@ def transit_folder(spool: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep_transit(spool: Path) -> None:
-    """Remove the folders of processes that are gone."""
-    for folder in (spool / FOLDER).glob("*"):
-        if not (folder.name.isdecimal() and psutil.pid_exists(int(folder.name))):
-            shutil.rmtree(folder, ignore_errors=True)
+def sweep_transit(spool: Path) -> int:
+    """Remove the folders of processes that are gone; how many there were."""
+    folders = (spool / FOLDER).glob("*")
+    gone = [item for item in folders if not (item.name.isdecimal() and psutil.pid_exists(int(item.name)))]
+    for folder in gone:
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(gone)

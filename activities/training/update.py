@@ -1,34 +1,51 @@
 """One update of the policy on one batch of trajectories. Called by the `update` activity, in the trainer's thread.
 
 Promises: what trains is decided once, before the first gradient, from the weights that the update begins with (groups
-without a signal and groups too far from today's policy are left out of loss and denominators, and counted); the same
-batch on the same weights makes the same step, to the bit.
+without a signal and groups too far from today's policy are left out of loss and denominators, and counted); where that
+leaves nothing, the weights stay and the result says why; the same batch on the same weights makes the same step, to the
+bit.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from activities.training import loss
 from activities.training.advantage import group_advantages
-from activities.training.batch import Trajectory, pad, split_micro_batches, split_minibatches
+from activities.training.batch import Trajectory, optimizer_steps, pad, split_micro_batches, split_minibatches
 from activities.training.engine import Trainer
+from activities.training.ranks import everywhere, gathered, shares
+from activities.training.scoring import (
+    Scored,
+    agreement,
+    correction_of,
+    distance,
+    group_divergences,
+    score,
+    score_reference,
+    stale_weights,
+)
 from activities.training.work import Work
-from workflows.config import RunConfig
+from workflows.config import RunConfig, TrainingConfig
 from workflows.errors import TrainerError
 
 
 @dataclass
 class UpdateResult:
-    """Metrics of the update and the advantage of every trajectory by attempt id (0.0 for a group without a signal)."""
+    """Metrics of the update and the advantage of every trajectory by attempt id (0.0 for a group without a signal).
+
+    `void`: why the batch teaches nothing, in which case the trainer is as it was; empty when it was trained.
+    """
 
     metrics: dict[str, float]
     advantages: dict[str, float] = field(default_factory=dict)
+    void: str = ""
 
 
 def make_update(
@@ -36,54 +53,66 @@ def make_update(
 ) -> UpdateResult:
     """Make the optimizer steps of update `step` on `batch`. `policy_version`: version of the weights it begins with.
 
-    Raises TrainerError (final): nothing to learn from, trainer and engine disagree on the same weights beyond
-    `training.mismatch_limit`, or a number is not finite.
+    Raises TrainerError (final): trainer and engine disagree on the same weights beyond `training.max_mismatch_kl`, or a
+    number is not finite.
     """
     training, started = config.training, time.monotonic()
     advantages = advantages_of(batch, config)
     signal = {item.group_id for item in batch if advantages[item.attempt_id] != 0.0}
     trained = [item for item in batch if item.group_id in signal]
+    metrics = _batch_metrics(batch, advantages) | {"groups/no_signal": float(len(_groups(batch) - signal))}
     if not trained:
-        raise TrainerError(f"step {step}: no group has two different rewards", retryable=False)
-    proximal, entropy = _score(trainer, trained, training.micro_batch_tokens, work)
-    metrics = _agreement(trained, proximal, policy_version, training.importance_cap)
-    if metrics["mismatch_kl/mean"] > training.mismatch_limit:
+        return UpdateResult(metrics, advantages, void="no group has two different rewards")
+    proximal, entropy = everywhere(score, trainer, trained, training.micro_batch_tokens, work)
+    weights = [correction_of(item, proximal_N, training) for item, proximal_N in zip(trained, proximal, strict=True)]
+    metrics |= agreement(trained, proximal, policy_version)
+    metrics |= distance(trained, proximal, weights, training)
+    metrics["entropy"] = float(torch.cat(entropy).mean())
+    if metrics["mismatch_kl/mean"] > training.max_mismatch_kl:
         raise TrainerError(
             f"step {step}: engine and trainer disagree on the same weights: mismatch_kl "
-            f"{metrics['mismatch_kl/mean']:.2e} is above training.mismatch_limit {training.mismatch_limit:.2e}",
+            f"{metrics['mismatch_kl/mean']:.2e} is above training.max_mismatch_kl {training.max_mismatch_kl:.2e}",
             retryable=False,
         )
-    far = _far_groups(trained, proximal, training.divergence_limit)
-    kept = [index for index, item in enumerate(trained) if item.group_id not in far]
+    counts = stale_weights(group_divergences(trained, proximal), training)
+    kept = [index for index, item in enumerate(trained) if counts[item.group_id] > 0]
+    metrics["off_policy/dropped_groups"] = float(sum(value == 0 for value in counts.values()))
+    metrics["off_policy/downweighted_groups"] = float(sum(0 < value < 1 for value in counts.values()))
     if not kept:
-        raise TrainerError(
-            f"step {step}: all {len(far)} groups are beyond training.divergence_limit {training.divergence_limit}",
-            retryable=False,
-        )
-    scored = time.monotonic()
-    metrics |= _optimize(
-        trainer,
-        [trained[index] for index in kept],
-        [proximal[index] for index in kept],
-        advantages,
-        config=config,
-        step=step,
-        work=work,
-    )
-    trainer.end_update()
-    ended = time.monotonic()
-    sampled = sum(item.sampled_tokens for item in batch)
-    metrics |= _batch_metrics(batch, advantages)
+        why = f"all {len(counts)} groups with a signal are beyond training.max_divergence {training.max_divergence}"
+        return UpdateResult(metrics, advantages, void=why)
+    scored = [
+        Scored(trained[index], proximal[index], weights[index] * counts[trained[index].group_id]) for index in kept
+    ]
+    if training.kl_coefficient:
+        items, budget = [one.item for one in scored], training.micro_batch_tokens
+        references = everywhere(score_reference, trainer, items, budget, work)
+        scored = [replace(one, reference_N=found) for one, found in zip(scored, references, strict=True)]
+    scoring_s = time.monotonic() - started
+    metrics |= everywhere(optimize, trainer, scored, advantages, config, step, work)
+    everywhere(Trainer.end_update, trainer)
+    seconds = time.monotonic() - started
     metrics |= {
-        "entropy": float(torch.cat(entropy).mean()),
-        "groups": float(len({item.group_id for item in batch})),
-        "groups/no_signal": float(len({item.group_id for item in batch} - signal)),
-        "off_policy/dropped_groups": float(len(far)),
-        "tokens_per_s": sampled / (ended - started),
-        "seconds/score": scored - started,
-        "seconds/train": ended - scored,
+        "tokens_per_s": metrics["sampled_tokens"] / seconds,
+        "seconds/score": scoring_s,
+        "seconds/train": seconds - scoring_s,
     }
     return UpdateResult(metrics=metrics, advantages=advantages)
+
+
+def warning_of(metrics: Mapping[str, float], training: TrainingConfig) -> str:
+    """What a person should know of an update's metrics before it becomes an error; empty for a good one."""
+    mismatch = metrics.get("mismatch_kl/mean", 0.0)
+    if mismatch <= training.warn_mismatch_kl:
+        return ""
+    return (
+        f"mismatch_kl {mismatch:.2e} is above training.warn_mismatch_kl {training.warn_mismatch_kl:.2e}; the run stops"
+        f" at {training.max_mismatch_kl:.2e}: compare dtype and attention of engine and trainer"
+    )
+
+
+def _groups(batch: list[Trajectory]) -> set[str]:
+    return {item.group_id for item in batch}
 
 
 def advantages_of(batch: list[Trajectory], config: RunConfig) -> dict[str, float]:
@@ -98,6 +127,7 @@ def advantages_of(batch: list[Trajectory], config: RunConfig) -> dict[str, float
                 [item.reward for item in members],
                 scale_by_std=config.training.scale_by_std,
                 std_floor=config.training.std_floor,
+                baseline=config.training.baseline,
             )
         except ValueError as error:
             raise TrainerError(f"{group_id}: {error}", retryable=False) from error
@@ -105,115 +135,75 @@ def advantages_of(batch: list[Trajectory], config: RunConfig) -> dict[str, float
     return out
 
 
-def _score(
-    trainer: Trainer, batch: list[Trajectory], budget: int, work: Work
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(logprobs, entropy) of each trajectory's sampled tokens under the present weights, on the CPU."""
-    logprobs: list[torch.Tensor] = [torch.empty(0)] * len(batch)
-    entropy: list[torch.Tensor] = [torch.empty(0)] * len(batch)
-    parts = split_micro_batches([item.sequence_tokens for item in batch], budget)
-    for number, rows in enumerate(parts):
-        work.check(f"scoring {number + 1}/{len(parts)}")
-        with torch.no_grad():
-            logprobs_N, entropy_N = trainer.logprobs(pad(batch, rows, trainer.device))
-        sizes = [batch[row].sampled_tokens for row in rows]
-        for row, one, other in zip(
-            rows, torch.split(logprobs_N.cpu(), sizes), torch.split(entropy_N.cpu(), sizes), strict=True
-        ):
-            logprobs[row], entropy[row] = one, other
-    return logprobs, entropy
-
-
-def _behaviour(item: Trajectory) -> torch.Tensor:
-    return torch.from_numpy(item.logprobs[item.loss_mask])
-
-
-def _agreement(
-    batch: list[Trajectory], proximal: list[torch.Tensor], policy_version: int, cap: float
+def optimize(
+    trainer: Trainer, batch: list[Scored], advantages: dict[str, float], config: RunConfig, step: int, work: Work
 ) -> dict[str, float]:
-    """Numerics and staleness as two numbers: the same estimate on tokens of these weights, and on all."""
-    policy_N = torch.cat(proximal)
-    behaviour_N = torch.cat([_behaviour(item) for item in batch])
-    versions_N = np.concatenate([item.versions[item.loss_mask] for item in batch])
-    own_N = torch.from_numpy(versions_N == policy_version)
-    last_N = np.concatenate([np.full(item.sampled_tokens, item.versions.max()) for item in batch])
-    lag_N = policy_version - versions_N
-    return {
-        **loss.mismatch_metrics(policy_N[own_N], behaviour_N[own_N]),
-        **loss.off_policy_metrics(policy_N, behaviour_N, cap),
-        "mismatch_kl/tokens": float(own_N.sum()),
-        "off_policy/steps": float(lag_N.mean()),
-        "off_policy/steps_max": float(lag_N.max()),
-        "off_policy/in_flight": float((last_N - versions_N).mean()),
-        "off_policy/in_pool": float((policy_version - last_N).mean()),
-    }
-
-
-def _far_groups(batch: list[Trajectory], proximal: list[torch.Tensor], limit: float) -> set[str]:
-    """Groups whose tokens' mean divergence from the present weights is above `limit`."""
-    by_group: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for item, policy_N in zip(batch, proximal, strict=True):
-        by_group[item.group_id].append(loss.k3(policy_N, _behaviour(item)))
-    return {group_id for group_id, parts in by_group.items() if float(torch.cat(parts).mean()) > limit}
-
-
-def _optimize(
-    trainer: Trainer,
-    batch: list[Trajectory],
-    proximal: list[torch.Tensor],
-    advantages: dict[str, float],
-    *,
-    config: RunConfig,
-    step: int,
-    work: Work,
-) -> dict[str, float]:
-    """The optimizer steps of an update: one for each minibatch."""
+    """The optimizer steps of an update: one for each minibatch, of which a short batch has fewer. On all ranks, each of
+    which takes its share of the micro-batches."""
     training = config.training
-    bounds = {"clip_low": training.clip_low, "clip_high": training.clip_high}
+    kind, bounds = training.loss, {"clip_low": training.clip_low, "clip_high": training.clip_high}
     rate = warmed_up(training.learning_rate, training.warmup_steps, trainer.updates)
     rate *= decay(training.final_learning_rate, step, training.steps)
-    losses, norms, clipped, padded = [], [], 0, 0
-    minibatches = split_minibatches(len(batch), training.minibatches, seed=config.seed, step=step)
+    items = [one.item for one in batch]
+    sums: dict[str, float] = defaultdict(float)
+    norms: list[float] = []
+    full = config.rollout.groups_per_batch
+    steps = optimizer_steps(len(_groups(items)), full=full, minibatches=training.minibatches)
+    minibatches = split_minibatches(len(batch), steps, seed=config.seed, step=step)
     for number, members in enumerate(minibatches):
-        denominator = sum(batch[index].sampled_tokens for index in members)
-        parts = split_micro_batches([batch[index].sequence_tokens for index in members], training.micro_batch_tokens)
-        total = 0.0
-        for count, part in enumerate(parts, start=1):
-            work.check(f"minibatch {number + 1}/{len(minibatches)}, part {count}/{len(parts)}")
-            rows = [members[index] for index in part]
-            micro = pad(batch, rows, trainer.device)
+        denominator = loss.denominator_of(
+            kind,
+            tokens=sum(items[index].sampled_tokens for index in members),
+            sequences=len(members),
+            max_tokens=config.rollout.max_tokens,
+        )
+        parts = split_micro_batches([items[index].sequence_tokens for index in members], training.micro_batch_tokens)
+        mine = shares(len(parts))[trainer.rank]
+        here: dict[str, float] = defaultdict(float)
+        for count, index in enumerate(mine, start=1):
+            work.check(f"minibatch {number + 1}/{len(minibatches)}, part {count}/{len(mine)}")
+            rows = [members[row] for row in parts[max(index, 0)]]
+            micro = pad(items, rows, trainer.device)
             logprobs_N, _ = trainer.logprobs(micro)
-            proximal_N = torch.cat([proximal[row] for row in rows]).to(logprobs_N)
-            behaviour_N = torch.cat([_behaviour(batch[row]) for row in rows]).to(logprobs_N)
+            proximal_N = torch.cat([batch[row].proximal_N for row in rows]).to(logprobs_N)
+            weights_N = torch.cat([batch[row].weights_N for row in rows]).to(logprobs_N)
             advantages_N = torch.cat(
-                [torch.full((batch[row].sampled_tokens,), advantages[batch[row].attempt_id]) for row in rows]
+                [torch.full((items[row].sampled_tokens,), advantages[items[row].attempt_id]) for row in rows]
             ).to(logprobs_N)
             share = loss.policy_loss(
-                logprobs_N,
-                proximal_N,
-                behaviour_N,
-                advantages_N,
-                denominator=denominator,
-                importance_cap=training.importance_cap,
-                **bounds,
+                kind, logprobs_N, proximal_N, advantages_N, weights_N, micro.rows_N, denominator=denominator, **bounds
             )
-            trainer.accumulate(share, last=count == len(parts))
-            total += float(share.detach())
-            clipped += loss.clipped_share(logprobs_N.detach(), proximal_N, advantages_N, **bounds)
-            padded += micro.padded_tokens
+            counts = float(index >= 0)
+            if training.kl_coefficient:
+                reference_N = torch.cat([batch[row].reference for row in rows]).to(logprobs_N)
+                kl = loss.kl_loss(kind, logprobs_N, reference_N, micro.rows_N, denominator=denominator)
+                share = share + training.kl_coefficient * kl
+                here["reference_kl"] += counts * float(kl.detach())
+            # DeepSpeed takes the mean over ranks; the loss is the sum over all parts.
+            trainer.accumulate(share * (counts * trainer.world_size), last=count == len(mine))
+            ratio_N = loss.policy_ratio(kind, logprobs_N.detach(), proximal_N, micro.rows_N)
+            here["loss"] += counts * float(share.detach())
+            here["clipped"] += counts * loss.clipped_share(ratio_N, advantages_N, **bounds)
+            here["padded"] += counts * micro.padded_tokens
+        together = gathered(dict(here))
+        total = sum(one.get("loss", 0.0) for one in together)
         if not np.isfinite(total):
             raise TrainerError(f"step {step}: the loss is {total}", retryable=False)
         norms.append(trainer.optimizer_step(learning_rate=rate, weight_decay=training.weight_decay))
-        losses.append(total)
+        for one in together:
+            for name, value in one.items():
+                sums[name] += value
+    tokens = sum(item.sampled_tokens for item in items)
     return {
-        "loss": float(np.mean(losses)),
+        "loss": sums["loss"] / len(minibatches),
+        "reference_kl": sums["reference_kl"] / len(minibatches),
         "grad_norm": float(np.mean(norms)),
         "grad_norm_max": float(np.max(norms)),
         "learning_rate": rate,
-        "clip_share": clipped / sum(item.sampled_tokens for item in batch),
+        "clip_share": sums["clipped"] / tokens,
         "optimizer_steps": float(len(minibatches)),
-        "padded_tokens": float(padded),
-        "trained_tokens": float(sum(item.sampled_tokens for item in batch)),
+        "padded_tokens": sums["padded"],
+        "trained_tokens": float(tokens),
     }
 
 
@@ -232,6 +222,7 @@ def _batch_metrics(batch: list[Trajectory], advantages: dict[str, float]) -> dic
     values = np.array([advantages[item.attempt_id] for item in batch])
     return {
         "episodes": float(len(batch)),
+        "groups": float(len(_groups(batch))),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "advantage/mean": float(values.mean()),

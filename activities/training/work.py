@@ -25,6 +25,10 @@ class Work:
         if progress:
             self.say(progress)
 
+    def whole(self) -> Work:
+        """The same, but never stopped: for work in which other processes take part."""
+        return Work(say=self.say)
+
     def moved(self, _bytes: int) -> None:
         """Progress of a transfer: ends it when nobody waits any more."""
         self.check()

@@ -9,7 +9,8 @@ from statistics import fmean, median
 
 from sqlmodel import Session, col, select
 
-from storage import queries, series
+from storage import groups, queries, series
+from storage.finish_order import COMPARED, MEASURES, PREFIX
 from storage.report.model import (
     TIME_PARTS,
     BatchPart,
@@ -17,15 +18,21 @@ from storage.report.model import (
     EvaluationPart,
     EvaluationPoint,
     FailurePart,
+    FatePart,
+    FinishOrderPart,
     GroupsPart,
     KindPart,
     LoadPart,
     MemberPart,
     PublicationPart,
+    QuarantinePart,
     Report,
     StepPart,
     Summary,
+    SurplusPart,
+    TailPart,
     VersionPart,
+    VoidPart,
 )
 from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Run
 from workflows.config import RunConfig
@@ -58,7 +65,7 @@ def build_report(opened: Session, run: str) -> Report:
         step=row.step,
         steps_planned=config.training.steps,
         policy_version=row.policy_version,
-        mismatch_limit=config.training.mismatch_limit,
+        max_mismatch_kl=config.training.max_mismatch_kl,
         max_off_policy_steps=config.rollout.max_off_policy_steps if config.mode == "async" else 0,
         summary=_summary(opened, row, steps, publications, outcomes.get(EpisodeKind.TRAIN, {})),
         evaluation=_evaluation(opened, run),
@@ -73,6 +80,12 @@ def build_report(opened: Session, run: str) -> Report:
         ],
         kinds=[KindPart(**item._asdict()) for item in series.episodes_by_kind(opened, run=run)],
         groups=_groups(opened, run),
+        finish_order=_finish_order(config.rollout.pool_policy, steps),
+        quarantined=[
+            QuarantinePart(task=item.task, why=item.why, since=item.since)
+            for item in groups.quarantined(opened, run=run)
+        ],
+        void_batches=[_void(batch, sizes.get(batch.id)) for batch in series.void_batches(opened, run=run)],
         publications=publications,
         last_batches=[_batch(opened, batch) for batch in batches[-LAST_BATCHES:]],
     )
@@ -87,7 +100,18 @@ def _step(batch: Batch, size: series.BatchSize | None) -> StepPart:
         groups=size.groups if size else 0,
         reward=size.mean_reward if size else 0.0,
         time={name: float(value) for name, value in batch.waited.items()},
+        tail=TailPart(seconds=batch.waited["tail"], **batch.tail) if batch.tail.get("attempt") else None,
         metrics={name: _finite(value) for name, value in sorted(batch.metrics.items()) if _measured(name, batch)},
+    )
+
+
+def _void(batch: Batch, size: series.BatchSize | None) -> VoidPart:
+    return VoidPart(
+        batch_id=batch.id,
+        step=batch.step,
+        reason=batch.reason,
+        episodes=size.episodes if size else 0,
+        groups=size.groups if size else 0,
     )
 
 
@@ -128,9 +152,9 @@ def _publication(row: Publication, loads: list[EngineLoad]) -> PublicationPart:
 def _summary(
     opened: Session, row: Run, steps: list[StepPart], publications: list[PublicationPart], endings: dict[str, int]
 ) -> Summary:
-    waits = [step.time["to_trainable_batch"] for step in steps if "to_trainable_batch" in step.time]
+    waits, tails = ([step.time[name] for step in steps if name in step.time] for name in ("to_trainable_batch", "tail"))
     parts = {name: _mean(step.time.get(name) for step in steps) for name in TIME_PARTS}
-    attempts = sum(endings.values())
+    attempts = sum(endings.values()) - endings.get(Outcome.SURPLUS, 0)
     tokens = series.tokens(opened, run=row.id)
     ours = endings.get(Outcome.INFRA_FAILURE, 0) + endings.get(Outcome.UNKNOWN, 0)
 
@@ -142,6 +166,7 @@ def _summary(
 
     return Summary(
         time_to_trainable_batch_s=median(waits[1:] or waits) if waits else None,
+        tail_s=median(tails[1:] or tails) if tails else None,
         time_parts_s={name: value for name, value in parts.items() if value is not None},
         off_policy_steps=mean_of("off_policy/steps"),
         off_policy_steps_max=max_of("off_policy/steps_max"),
@@ -151,6 +176,7 @@ def _summary(
         publish_latency_s=_mean(item.publish_latency_s for item in publications),
         pause_s=_mean(load.pause_s for item in publications for load in item.loads if load.proven),
         infra_share=ours / attempts if attempts else None,
+        short_share=mean_of("groups/short_share"),
         sampled_tokens=tokens.sampled,
         cache_hit_share=tokens.cached / tokens.prompt if tokens.prompt else None,
     )
@@ -181,14 +207,26 @@ def _evaluation(opened: Session, run: str) -> EvaluationPart:
 
 
 def _groups(opened: Session, run: str) -> GroupsPart:
-    counts = series.groups(opened, run=run)
+    counts = groups.groups(opened, run=run)
     return GroupsPart(
         closed=counts["closed"],
         eligible=counts["eligible"],
+        short=counts["short"],
         trained=counts["trained"],
         replaced_attempts=counts["replaced"],
-        dropped=series.groups_dropped(opened, run=run),
+        dropped=groups.groups_dropped(opened, run=run),
+        fates=[FatePart(**item._asdict()) for item in groups.fates(opened, run=run)],
+        surplus=SurplusPart(**groups.surplus(opened, run=run)._asdict()),
     )
+
+
+def _finish_order(policy: str, steps: list[StepPart]) -> FinishOrderPart:
+    def mean_of(name: str) -> float | None:
+        return _mean(step.metrics.get(f"{PREFIX}{name}") for step in steps)
+
+    means = {f"{name}_{of}": mean_of(f"{name}_{of}") for name in MEASURES for of in COMPARED}
+    still_open = sum(int(step.metrics.get(f"{PREFIX}open") or 0) for step in steps)
+    return FinishOrderPart(policy=policy, open=still_open, **means)
 
 
 def _batch(opened: Session, batch: Batch) -> BatchPart:

@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines and stacked bars, nothing from outside, coloured by the page's style sheet.
 
-Every mark has a `<title>`, which browsers show on hover and screen readers read. Classes `s0`..`s6` are the page's
+Every mark has a `<title>`, which browsers show on hover and screen readers read. Classes `s0`..`s7` are the page's
 series colours; `ok`, `miss`, `ours` and `odd` those of the four outcomes.
 """
 
@@ -147,8 +147,10 @@ def stacked(
     axis: Words | None = None,
     x_name: str = "step",
     over: Line | None = None,
+    details: Sequence[str] = (),
 ) -> Markup:
-    """A stacked bar per label; `over` is a line whose x is the bar's index. Empty where every value is 0."""
+    """A stacked bar per label; `over` is a line whose x is the bar's index; `details` are the bars' names where a
+    reader asks for more than the label. Empty where every value is 0."""
     totals = [sum(part.values[index] for part in parts) for index in range(len(labels))]
     high = max([*totals, *(y for _, y in (over.points if over else []))], default=0.0)
     if high <= 0:
@@ -158,7 +160,7 @@ def stacked(
     every = math.ceil(len(labels) / MOST_LABELS)
     ticks = [(frame.x(index), label) for index, label in enumerate(labels) if index % every == 0]
     drawn = [_axes(frame, axis or words, x_name, ticks)]
-    for index, label in enumerate(labels):
+    for index, label in enumerate(details or labels):
         bottom = 0.0
         for part in parts:
             value = part.values[index]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-TIME_PARTS = ("queue", "boot", "generate", "act", "verify", "wait_for_siblings", "wait_for_batch")
-"""Parts of an episode's way into a batch, in the order in which they happen."""
+TIME_PARTS = ("queue", "boot", "generate", "act", "verify", "other", "wait_for_siblings", "wait_for_batch")
+"""Parts of the time to a trainable batch, as storage/waiting.py defines them."""
 
 
 class Part(BaseModel):
@@ -33,9 +33,21 @@ class EvaluationPart(Part):
     versions: list[EvaluationPoint]
 
 
+class TailPart(Part):
+    """Who completed a batch: the group that closed last, and its attempt that ended last with its way through the wait,
+    whose parts add up to the wait."""
+
+    group: str
+    attempt: str
+    seconds: float
+    """For which the last 5 % of the batch's episodes kept it waiting."""
+    parts: dict[str, float]
+
+
 class StepPart(Part):
-    """One update. `time` has `to_trainable_batch` (seconds between two batches) and, per part, the mean seconds of the
-    batch's episodes: episodes overlap, so parts do not add up to the total. `metrics` are the trainer's."""
+    """One update. `time` has `to_trainable_batch` in seconds, its parts (means over the batch's episodes, which add up
+    to it), `median` (until half of the episodes had ended) and `tail` (from when 95 % had ended). `metrics` are the
+    trainer's, and `finish_order/*`."""
 
     step: int
     state: str
@@ -44,6 +56,7 @@ class StepPart(Part):
     groups: int
     reward: float
     time: dict[str, float]
+    tail: TailPart | None
     metrics: dict[str, float | None]
 
 
@@ -56,9 +69,8 @@ class VersionPart(Part):
 
 
 class KindPart(Part):
-    """Episodes of one use (train or evaluation) on one kind of task."""
+    """Training attempts on one kind of task; EvaluationPoint.by_kind has the held-out ones."""
 
-    use: str
     kind: str
     episodes: int
     valid: int
@@ -73,13 +85,70 @@ class BucketPart(Part):
     outcomes: dict[str, int]
 
 
+class SurplusPart(Part):
+    """Work that was cut off because other work was enough: attempts that were ended, and all those of groups that their
+    batch did without. What an engine had sampled of a turn that was cut off is not known."""
+
+    groups: int
+    attempts: int
+    sampled_tokens: int
+    seconds: float
+    """Of the attempts, added up."""
+
+
+class FatePart(Part):
+    """Closed groups with one fate: `trained` (they were in a batch), `left_over`, or the reason for which they were
+    dropped. `sampled_tokens`: mean of their valid episodes; None where there is none."""
+
+    fate: str
+    groups: int
+    sampled_tokens: float | None
+
+
+class FinishOrderPart(Part):
+    """What trained against what was admitted beside it, means over the steps; storage/finish_order.py defines them."""
+
+    policy: str
+    """The run's `rollout.pool_policy`."""
+    tokens_consumed: float | None
+    tokens_admitted: float | None
+    tokens_siblings: float | None
+    reward_consumed: float | None
+    reward_admitted: float | None
+    reward_siblings: float | None
+    open: int
+    """Groups beside the batches that have not closed yet, over the steps that count them."""
+
+
 class GroupsPart(Part):
     closed: int
     eligible: int
+    short: int
+    """Closed with fewer valid siblings than `group_size`."""
     trained: int
     replaced_attempts: int
     dropped: dict[str, int]
     """Closed groups that trained nothing, by reason; `left_over` were eligible but too stale or not needed any more."""
+    fates: list[FatePart]
+    surplus: SurplusPart
+
+
+class QuarantinePart(Part):
+    """A task that the run admits no more."""
+
+    task: str
+    why: str
+    since: float
+
+
+class VoidPart(Part):
+    """A batch that taught nothing: no step was made of it, and its episodes train no more."""
+
+    batch_id: str
+    step: int
+    reason: str
+    episodes: int
+    groups: int
 
 
 class LoadPart(Part):
@@ -110,6 +179,8 @@ class Summary(Part):
 
     time_to_trainable_batch_s: float | None
     """Median of the steps after the first, whose batch also waited for the start; of all where there is one."""
+    tail_s: float | None
+    """Median over the same steps of the time that the last 5 % of the episodes take."""
     time_parts_s: dict[str, float]
     off_policy_steps: float | None
     off_policy_steps_max: float | None
@@ -121,6 +192,8 @@ class Summary(Part):
     """Mean over loads that were proven."""
     infra_share: float | None
     """infra_failure and unknown among all attempts of training."""
+    short_share: float | None
+    """Short groups among those of a batch; biased towards what did not fail."""
     sampled_tokens: int
     cache_hit_share: float | None
     """Prompt tokens that an engine had in its cache already."""
@@ -177,7 +250,7 @@ class Report(Part):
     step: int
     steps_planned: int
     policy_version: int
-    mismatch_limit: float | None
+    max_mismatch_kl: float | None
     max_off_policy_steps: int | None
     summary: Summary
     evaluation: EvaluationPart
@@ -191,5 +264,8 @@ class Report(Part):
     outcomes_over_time: list[BucketPart]
     kinds: list[KindPart]
     groups: GroupsPart
+    finish_order: FinishOrderPart
+    quarantined: list[QuarantinePart]
+    void_batches: list[VoidPart]
     publications: list[PublicationPart]
     last_batches: list[BatchPart]

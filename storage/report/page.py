@@ -17,6 +17,7 @@ OUTCOME_STYLES = {
     Outcome.MODEL_FAILURE: "miss",
     Outcome.INFRA_FAILURE: "ours",
     Outcome.UNKNOWN: "odd",
+    Outcome.SURPLUS: "s5",
 }
 
 
@@ -48,11 +49,8 @@ def render_html(report: Report) -> str:
         lstrip_blocks=True,
     )
     environment.globals |= {"words": words, "time_parts": TIME_PARTS}
-    figures = [
-        item
-        for item in (_rewards(report), _waiting(report), _outcomes(report), _age(report), _mismatch(report))
-        if item.svg
-    ]
+    made = (_rewards, _waiting, _last, _outcomes, _age, _mismatch)
+    figures = [item for item in (make(report) for make in made) if item.svg]
     return environment.get_template("page.html.j2").render(
         report=report, headlines=_headlines(report), figures=figures, outcome_styles=OUTCOME_STYLES
     )
@@ -62,7 +60,7 @@ def _headlines(report: Report) -> list[Headline]:
     means, evaluation = report.summary, report.evaluation
     gain = evaluation.last - evaluation.first if evaluation.first is not None and evaluation.last is not None else None
     latest = evaluation.last if evaluation.last is not None else evaluation.first
-    over = bool(report.mismatch_limit and (means.mismatch_kl or 0) > report.mismatch_limit)
+    over = bool(report.max_mismatch_kl and (means.mismatch_kl or 0) > report.max_mismatch_kl)
     return [
         Headline(
             "Held-out reward",
@@ -71,7 +69,7 @@ def _headlines(report: Report) -> list[Headline]:
             "" if gain is None else "good" if gain > 0 else "bad" if gain < 0 else "",
         ),
         Headline("Steps", f"{report.step} / {report.steps_planned}", f"in {words.seconds(report.seconds)}"),
-        Headline("Time to trainable batch", words.seconds(means.time_to_trainable_batch_s), "median over steps"),
+        Headline("Time to trainable batch", words.seconds(means.time_to_trainable_batch_s), _tail(report)),
         Headline(
             "Failures that were ours",
             words.share(means.infra_share),
@@ -86,7 +84,7 @@ def _headlines(report: Report) -> list[Headline]:
         Headline(
             "Trainer vs engine",
             words.small(means.mismatch_kl),
-            f"mean mismatch_kl; stops at {words.small(report.mismatch_limit)}",
+            f"mean mismatch_kl; stops at {words.small(report.max_mismatch_kl)}",
             "bad" if over else "",
         ),
         Headline(
@@ -122,25 +120,55 @@ def _rewards(report: Report) -> Figure:
     )
 
 
-def _waiting(report: Report) -> Figure:
-    parts = [
-        charts.Bars(words.plain(name), f"s{index}", [step.time.get(name, 0.0) for step in report.steps])
+def _tail(report: Report) -> str:
+    seconds = report.summary.tail_s
+    return "median over steps" if seconds is None else f"median; {words.seconds(seconds)} of it for the last 5 %"
+
+
+def _parts(times: list[dict[str, float]]) -> list[charts.Bars]:
+    return [
+        charts.Bars(words.plain(name), f"s{index}", [time.get(name, 0.0) for time in times])
         for index, name in enumerate(TIME_PARTS)
-        if any(step.time.get(name) for step in report.steps)
+        if any(time.get(name) for time in times)
     ]
-    total = [(index, step.time.get("to_trainable_batch", 0.0)) for index, step in enumerate(report.steps)]
+
+
+def _waiting(report: Report) -> Figure:
+    times = [step.time for step in report.steps]
+    parts = _parts(times)
+    early = [(index, time["to_trainable_batch"] - time["tail"]) for index, time in enumerate(times) if "tail" in time]
     return Figure(
         "Time to trainable batch",
-        "Line: from one batch to the next. Bars: where the mean episode of the batch spent its way into it; episodes"
-        " overlap, so a bar may be longer than the line.",
+        "Bars: how the batch's episodes divide its wait on average; the parts add up to it. Line: 95 % of them had"
+        " ended; what is above it was spent on the last 5 %.",
         charts.stacked(
             [str(step.step) for step in report.steps],
             parts,
             words=words.seconds,
             axis=words.axis_seconds,
-            over=charts.Line("to trainable batch", "total", total),
+            over=charts.Line("95 % had ended", "total", early),
         ),
-        [("total", "batch to batch"), *((part.style, part.name) for part in parts)],
+        [("total", "95 % had ended"), *((part.style, part.name) for part in parts)],
+    )
+
+
+def _last(report: Report) -> Figure:
+    tails = [step.tail for step in report.steps]
+    parts = _parts([tail.parts if tail else {} for tail in tails])
+    names = [
+        f"{step.step}" + (f" ({tail.attempt})" if tail else "") for step, tail in zip(report.steps, tails, strict=True)
+    ]
+    return Figure(
+        "The attempt that came last",
+        "What the last attempt of the last group did while the batch waited: where to look when the tail is long.",
+        charts.stacked(
+            [str(step.step) for step in report.steps],
+            parts,
+            words=words.seconds,
+            axis=words.axis_seconds,
+            details=names,
+        ),
+        [(part.style, part.name) for part in parts],
     )
 
 
@@ -193,7 +221,7 @@ def _mismatch(report: Report) -> Figure:
         line("mismatch_kl: numerics, same weights", "s0", "mismatch_kl/mean"),
         line("divergence: then and now", "s3", "off_policy/divergence"),
     ]
-    limit = ("mismatch_limit", report.mismatch_limit) if report.mismatch_limit else None
+    limit = ("max_mismatch_kl", report.max_mismatch_kl) if report.max_mismatch_kl else None
     return Figure(
         "Agreement of trainer and engine",
         "k3 estimates per token, logarithmic: mismatch_kl on tokens of the trainer's own weights, divergence on all.",

@@ -23,9 +23,14 @@ def render_terminal(report: Report, console: Console) -> None:
     _headline(report, console)
     if curve := reward_plot(report):
         console.print(Text(curve))
-    for table in (_steps(report), _endings(report), _kinds(report), _failures(report), _publications(report)):
+    for table in _tables(report):
         if table.row_count:
             console.print(table)
+
+
+def _tables(report: Report) -> list[Table]:
+    first = [_steps(report), _waits(report), _endings(report), _kinds(report), _failures(report)]
+    return [*first, _quarantined(report), _void(report), _publications(report)]
 
 
 def _headline(report: Report, console: Console) -> None:
@@ -33,9 +38,10 @@ def _headline(report: Report, console: Console) -> None:
     means, small = report.summary, words.small
     lines = {
         "policy": f"{report.model} on {report.taskset}, {report.mode}, seed {report.seed}",
-        "steps": f"{report.step} of {report.steps_planned} in {words.seconds(report.seconds)}",
+        "steps": f"{report.step} of {report.steps_planned} in {words.seconds(report.seconds)}, all told",
         "held-out reward": _held_out(report),
-        "time to trainable batch": words.seconds(means.time_to_trainable_batch_s),
+        "time to trainable batch": f"{words.seconds(means.time_to_trainable_batch_s)} median, "
+        f"{words.seconds(means.tail_s)} of it for the last 5 % of the episodes",
         "failures that were ours": words.share(means.infra_share),
         "off-policy steps": f"mean {small(means.off_policy_steps)}, most {small(means.off_policy_steps_max)}",
         "mismatch_kl": f"mean {small(means.mismatch_kl)}, most {small(means.mismatch_kl_max)}",
@@ -44,9 +50,20 @@ def _headline(report: Report, console: Console) -> None:
         f"{words.share(means.cache_hit_share)} of prompt tokens from cache",
         "groups": f"{report.groups.closed} closed, {report.groups.trained} trained"
         + "".join(f", {count} {words.plain(reason)}" for reason, count in report.groups.dropped.items()),
+        "pool, per episode": _pool(report),
+        "surplus": words.surplus(report.groups.surplus) if report.groups.surplus.attempts else "none",
+        "short groups": f"{report.groups.short} closed, {words.share(means.short_share)} of a batch",
     }
     for name, value in lines.items():
         console.print(Text(f"  {name:<24}", style="dim") + Text(value))
+
+
+def _pool(report: Report) -> str:
+    """Whether it prefers the short: mean tokens and reward of an episode, of what trained and of what began."""
+    order = report.finish_order
+    consumed = f"{words.length(order.tokens_consumed)} tokens, reward {words.reward(order.reward_consumed)}"
+    admitted = f"{words.length(order.tokens_admitted)}, {words.reward(order.reward_admitted)}"
+    return f"{order.policy}; consumed {consumed}; admitted {admitted}"
 
 
 def _held_out(report: Report) -> str:
@@ -60,16 +77,18 @@ def _held_out(report: Report) -> str:
 
 
 def reward_plot(report: Report) -> str:
-    """The rewards over steps as text: `·` mean of a step's batch, `◆` held-out tasks. Empty without a step."""
+    """The rewards over steps as text: `·` mean of a step's batch, `○` of all training episodes, `◆` of held-out tasks.
+    Empty without a step."""
     batches = [(step.step, step.reward) for step in report.steps]
+    training = [(item.version, item.mean_reward) for item in report.versions]
     held_out = [(point.version, point.mean_reward) for point in report.evaluation.versions]
     if not batches:
         return ""
-    every = [value for _, value in batches + held_out]
+    every = [value for _, value in batches + training + held_out]
     low, high = min(0.0, *every), max(1.0, *every)
-    last = max(1, *(x for x, _ in batches + held_out))
+    last = max(1, *(x for x, _ in batches + training + held_out))
     rows = [[" "] * (PLOT_WIDTH + 1) for _ in range(PLOT_HEIGHT)]
-    for points, mark in ((batches, "·"), (held_out, "◆")):
+    for points, mark in ((training, "○"), (batches, "·"), (held_out, "◆")):
         for x, value in points:
             line = round((high - value) / (high - low) * (PLOT_HEIGHT - 1))
             rows[line][round(x / last * PLOT_WIDTH)] = mark
@@ -79,7 +98,9 @@ def reward_plot(report: Report) -> str:
         for index, row in enumerate(rows)
     ]
     axis = f"         └{'─' * (PLOT_WIDTH + 1)}\n          0{'step':^{PLOT_WIDTH - 1 - len(str(last))}}{last}"
-    return "\n".join(["", *lines, axis, "          · mean reward of the batch   ◆ held-out tasks", ""])
+    marks = "          ◆ held-out tasks   ○ training episodes, by the version that ended them"
+    batch = "          · batches, which hold only groups whose siblings differ and so tend to the middle"
+    return "\n".join(["", *lines, axis, marks, batch, ""])
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -90,20 +111,32 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _steps(report: Report) -> Table:
-    names = [name for name in TIME_PARTS if any(name in step.time for step in report.steps)]
-    title = "Steps" if len(report.steps) <= LAST_STEPS else f"Last {LAST_STEPS} of {len(report.steps)} steps"
-    heads = ("step", "reward", "episodes", "total", *(SHORT.get(name, name) for name in names), "age", "mismatch")
-    table = _table(f"{title}; seconds from batch to batch, and means of its episodes", *heads)
+    table = _table(_last_steps(report), "step", "reward", "groups", "episodes", "time to batch", "age", "mismatch")
     for step in report.steps[-LAST_STEPS:]:
-        spent = [step.time.get(name) for name in ("to_trainable_batch", *names)]
         table.add_row(
             str(step.step),
             words.reward(step.reward),
+            str(step.groups),
             str(step.episodes),
-            *map(words.bare_seconds, spent),
+            words.seconds(step.time.get("to_trainable_batch")),
             words.small(step.metrics.get("off_policy/steps")),
             words.small(step.metrics.get("mismatch_kl/mean")),
         )
+    return table
+
+
+def _last_steps(report: Report) -> str:
+    return "Steps" if len(report.steps) <= LAST_STEPS else f"Last {LAST_STEPS} of {len(report.steps)} steps"
+
+
+def _waits(report: Report) -> Table:
+    names = [name for name in TIME_PARTS if any(name in step.time for step in report.steps)]
+    heads = ("step", "total", *(SHORT.get(name, name) for name in names), "last 5 %", "last group")
+    table = _table(f"{_last_steps(report)}: seconds to the batch, its parts on average, and its tail", *heads)
+    for step in report.steps[-LAST_STEPS:]:
+        spent = [step.time.get(name) for name in ("to_trainable_batch", *names, "tail")]
+        group = step.tail.group.rpartition("/")[2] if step.tail else words.NONE
+        table.add_row(str(step.step), *map(words.bare_seconds, spent), group)
     return table
 
 
@@ -123,23 +156,44 @@ def _count(count: int, total: int) -> str:
 
 
 def _kinds(report: Report) -> Table:
-    table = _table("Kinds of task", "use", "kind", "episodes", "valid", "mean reward")
-    for item in report.kinds:
-        row = (item.use, item.kind, str(item.episodes), str(item.valid), words.reward(item.mean_reward))
-        table.add_row(*row)
+    """In training, and held out: the first evaluation beside the last."""
+    points = report.evaluation.versions
+    ends = points[:1] + points[1:][-1:]
+    heads = [f"held out, version {point.version}" for point in ends]
+    table = _table("Kinds of task", "kind", "episodes", "valid", "mean reward", *heads)
+    trained = {
+        item.kind: (str(item.episodes), str(item.valid), words.reward(item.mean_reward)) for item in report.kinds
+    }
+    for kind in sorted(trained.keys() | {kind for point in ends for kind in point.by_kind}):
+        held_out = [words.reward(point.by_kind.get(kind)) for point in ends]
+        table.add_row(kind or words.NONE, *trained.get(kind, ("0", "0", words.NONE)), *held_out)
+    return table
+
+
+def _folding(title: str, *columns: str) -> Table:
+    """Like `_table`, with long words folded in all columns but the first."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)
+    return table
+
+
+def _quarantined(report: Report) -> Table:
+    table = _folding("Tasks in quarantine", "since", "task", "why")
+    for item in report.quarantined:
+        table.add_row(words.moment(item.since), Text(item.task), Text(item.why))
+    return table
+
+
+def _void(report: Report) -> Table:
+    table = _folding("Batches that taught nothing", "step", "batch", "groups", "why")
+    for item in report.void_batches:
+        table.add_row(str(item.step), Text(item.batch_id), str(item.groups), Text(item.reason))
     return table
 
 
 def _failures(report: Report) -> Table:
-    table = Table(
-        title="Failures that were ours",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("ended as", "why", "attempts", "for example"):
-        table.add_column(column, overflow="fold", no_wrap=column == "ended as")
+    table = _folding("Failures that were ours", "ended as", "why", "attempts", "for example")
     for item in report.failures:
         table.add_row(words.plain(item.stop_reason), Text(item.why), str(item.attempts), Text(item.example))
     return table

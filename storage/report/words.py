@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from storage.report.model import SurplusPart
+
 NONE = "–"  # noqa: RUF001 (an en dash is what a person expects for "no figure")
 
 
@@ -80,6 +82,18 @@ def bare_seconds(value: float | None) -> str:
 
 def versions(low: int | None, high: int | None) -> str:
     return NONE if low is None else str(low) if low == high else f"{low} to {high}"
+
+
+def length(value: float | None) -> str:
+    """Mean tokens of an episode."""
+    return NONE if value is None else f"{value:.1f}"
+
+
+def surplus(part: SurplusPart) -> str:
+    return (
+        f"{part.groups} groups, {part.attempts} attempts, {thousands(part.sampled_tokens)} tokens,"
+        f" {seconds(part.seconds)} of episodes"
+    )
 
 
 def thousands(value: int) -> str:

@@ -1,6 +1,7 @@
 """An engine as the client sees it, in memory: labels, a pause, a prefix cache, weights that are a number.
 
 Its tokens are 65 + (prompt length + i) % 26, each with log-probability -0.01 * (weights + 1), until `end` would come.
+Cached is the longest beginning that a prompt shares with a sequence of the same salt: blocks of one token.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,12 @@ class FakeEngine:
         self.down = False
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
-        self.cache: set[tuple[int, ...]] = set()
+        self.headers: list[dict[str, str]] = []
+        """Of the generations, as `requests`."""
+        self.cache: set[tuple[str | None, tuple[int, ...]]] = set()
+        """(salt, sequence)"""
+        self.pressure = {"kv_cache_usage_perc": 0.1, "num_preemptions_total": 0.0}
+        self.pressure |= {"num_requests_waiting": 0.0, "num_requests_running": 0.0}
         self.keep_cache = False
         self.stale_reload = False
         self.fail: dict[str, int] = {}
@@ -51,7 +58,12 @@ class FakeEngine:
         if path in self.fail:
             error = {"message": f"told to fail {path}"}
             return httpx.Response(self.fail[path], json={"error": error})
+        if path == "/metrics":
+            lines = [f'vllm:{name}{{engine="0"}} {value}' for name, value in self.pressure.items()]
+            return httpx.Response(200, text="\n".join(["# HELP vllm:num_requests_waiting Waiting.", *lines]))
         body = json.loads(request.content) if request.content else {}
+        if path == "/inference/v1/generate":
+            self.headers.append(dict(request.headers))
         return httpx.Response(200, json=await self._answer(path, body))
 
     async def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -90,10 +102,9 @@ class FakeEngine:
         self.on_generate()
         await asyncio.sleep(self.delay_s)
         prompt, sampling = body["token_ids"], body["sampling_params"]
-        cached = len(prompt) - 1 if tuple(prompt) in self.cache else 0
-        if "prompt_logprobs" not in sampling:
-            self.cache.add(tuple(prompt))
         ids = [65 + (len(prompt) + index) % 26 for index in range(sampling["max_tokens"])]
+        salt = body.get("cache_salt")
+        cached = self._cached(salt, prompt)
         choice = {
             "finish_reason": "length",
             "token_ids": ids,
@@ -102,12 +113,23 @@ class FakeEngine:
         }
         if self.answer is not None:
             choice |= self.answer(body)
+        if "prompt_logprobs" not in sampling:
+            # The last token of an answer was never put in.
+            self.cache.add((salt, tuple(prompt + choice["token_ids"][:-1])))
         scores = [None, *({str(token): {"logprob": self.score(token)}} for token in prompt[1:])]
         return {
             "choices": [choice],
             "usage": {"prompt_tokens_details": {"cached_tokens": cached}},
             "prompt_logprobs": scores,
         }
+
+    def _cached(self, salt: str | None, prompt: list[int]) -> int:
+        shared = (takewhile(_alike, zip(prompt, ids, strict=False)) for other, ids in self.cache if other == salt)
+        return min(len(prompt) - 1, max((sum(1 for _ in pairs) for pairs in shared), default=0))
+
+
+def _alike(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 def choice(ids: list[int], *spans: tuple[str, int, int], finish: str = "stop") -> dict[str, Any]:

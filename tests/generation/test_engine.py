@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 
-from activities.generation.engine import VersionSpan
+from activities.generation.engine import Affinity, EngineClient, VersionSpan
 from tests.generation.fakes import FakeEngine, choice
-from workflows.contracts import FinishReason
+from tests.generation.http_servers import HttpServer
+from workflows.contracts import EngineInfo, FinishReason
 from workflows.errors import EngineError
 
 ASKED = {"temperature": 0.7, "max_tokens": 3, "seed": 5, "stop_token_ids": [2]}
@@ -21,6 +24,20 @@ async def test_an_answer_holds_ids_logprobs_and_the_version_spans_of_the_engine(
     sent = engine.requests[0]
     assert (sent["token_ids"], sent["priority"], sent["cache_salt"]) == ([1, 2, 3], 4, "s")
     assert sent["sampling_params"] == {**ASKED, "logprobs": 0, "detokenize": False}
+
+
+async def test_a_run_of_any_name_can_be_told_to_a_router() -> None:
+    engine = FakeEngine()
+    await engine.client().generate([1], **ASKED, affinity=Affinity("läuft/g1/e0/a0", "shell/train/größe 1"))
+    assert engine.headers[0]["x-session-id"] == "l%C3%A4uft/g1/e0/a0"
+    assert engine.headers[0]["x-ratchet-prefix"] == "shell/train/gr%C3%B6%C3%9Fe%201"
+
+
+async def test_figures_that_are_missing_are_the_engines_fault_and_named() -> None:
+    engine = FakeEngine()
+    del engine.pressure["kv_cache_usage_perc"]
+    with pytest.raises(EngineError, match=r"local-e0: an answer that can't be read.*kv_cache_usage_perc"):
+        await engine.client().pressure()
 
 
 @pytest.mark.parametrize(("status", "retryable"), [(400, False), (404, False), (500, True), (503, True)])
@@ -39,6 +56,31 @@ async def test_an_engine_that_does_not_answer_is_named() -> None:
         await engine.client().label()
     assert caught.value.retryable
     assert not await engine.client().healthy()
+
+
+@pytest.mark.parametrize(
+    ("label", "final"), [("r:4", True), ("r:5?", False), ("", False)], ids=["works", "is being loaded", "hangs"]
+)
+async def test_an_answer_that_takes_too_long_is_final_if_the_engine_works(label: str, final: bool) -> None:
+    """The model's length is bounded in tokens, and it would take as long the next time."""
+    never = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/inference/v1/generate" or not label:
+            await never.wait()
+        return httpx.Response(200, json={"weight_version": label})
+
+    server = HttpServer(answer)
+    await server.start()
+    client = EngineClient(EngineInfo(name="local-e0", host="local", url=server.url))
+    try:
+        with pytest.raises(EngineError) as caught:
+            await client.generate([1], **ASKED, timeout_s=0.3)
+        assert caught.value.retryable is not final
+        assert ("no answer within 0.3 s (rollout.generate_timeout_s)" in str(caught.value)) is final
+    finally:
+        await client.close()
+        server.die()
 
 
 async def test_an_aborted_answer_is_no_answer() -> None:

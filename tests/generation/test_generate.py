@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,75 @@ async def test_a_lost_engine_costs_the_answer_of_another_one_not_the_try(
     dead, alive = (engine, other) if used == "local-e0" else (other, engine)
     dead.down = True
     assert (await run(activities, message(model))).engine == alive.info.name
+
+
+def two_engines(engine: FakeEngine) -> tuple[FakeEngine, FakeEngine]:
+    other = FakeEngine("local-e1")
+    other.label, other.answer = engine.label, engine.answer
+    return engine, other
+
+
+@pytest.mark.parametrize("home", [0, 1])
+async def test_an_episode_of_five_turns_stays_with_its_engine_and_finds_all_it_said_in_its_cache(
+    home: int, engine: FakeEngine, object_store: ObjectStore, model: Path
+) -> None:
+    engines = two_engines(engine)
+    engines[1 - home].down = True
+    asked, outs = message(model), list[GenerateOutput]()
+    for turn in range(5):
+        # Each turn in a worker of its own: nothing is remembered but what the segments say.
+        activities = GenerationActivities(pool_of(*engines), object_store, lambda _: OneTask())
+        keys = [out.segment for out in outs]
+        changes = {"turn": turn, "segments": keys, "observation": f"file {turn}" if turn else None}
+        outs.append(await run(activities, asked.model_copy(update=changes)))
+        engines[1 - home].down = False
+    assert {out.engine for out in outs} == {engines[home].info.name}
+    for before, after in pairwise(outs):
+        # All but the last sampled token, which no engine has put in.
+        assert after.cached_tokens == before.prompt_tokens + before.sampled_tokens - 1
+
+
+async def test_a_sibling_finds_the_prompt_in_the_cache_and_an_episode_after_a_weight_load_does_not(
+    engine: FakeEngine, object_store: ObjectStore, model: Path
+) -> None:
+    engines = two_engines(engine)
+    activities = GenerationActivities(pool_of(*engines), object_store, lambda _: OneTask())
+    first = await run(activities, message(model))
+    sibling = await run(activities, message(model, session="r/g1/e1/a0", attempt_id="r/g1/e1/a0", seed=8))
+    assert (first.cached_tokens, sibling.cached_tokens) == (0, sibling.prompt_tokens - 1)
+    assert first.engine == sibling.engine
+    # A load that forgot to clear the cache: the salt is the second wall.
+    for each in engines:
+        each.label = "r:4"
+    activities = GenerationActivities(pool_of(*engines), object_store, lambda _: OneTask())
+    late = await run(activities, message(model, session="r/g1/e2/a0", attempt_id="r/g1/e2/a0", seed=9))
+    assert (late.cached_tokens, late.min_version) == (0, 4)
+
+
+async def test_the_session_goes_with_each_request(
+    activities: GenerationActivities, engine: FakeEngine, model: Path
+) -> None:
+    await run(activities, message(model, session="r/g1/e0/a0"))
+    sent = engine.headers[0]
+    assert sent["x-session-id"] == sent["x-smg-routing-key"] == "r/g1/e0/a0"
+    assert sent["x-ratchet-prefix"] == "one/train/t"
+
+
+async def test_waiting_for_an_engine_is_queue_time_and_not_generation(
+    engine: FakeEngine, object_store: ObjectStore, model: Path
+) -> None:
+    pool = pool_of(engine, wait_s=30)
+    activities = GenerationActivities(pool, object_store, lambda _: OneTask())
+    engine.label = "r:3?"
+    began = time.monotonic()
+    asked = asyncio.create_task(run(activities, message(model)))
+    while engine.calls.count("/weight_info") < 3:
+        await asyncio.sleep(0.01)
+    engine.label = "r:3"
+    out = await asked
+    whole = time.monotonic() - began
+    assert out.timing.queue_s > 0.5
+    assert out.timing.queue_s + out.timing.run_s <= whole
 
 
 async def test_cancelling_ends_the_request(

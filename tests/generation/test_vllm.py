@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +15,17 @@ import pytest
 from sqlalchemy import Engine
 
 from activities.generation.activities import proven_versions
-from activities.generation.engine import EngineClient, Generation
+from activities.generation.engine import Generation
 from activities.generation.loader import EngineLoader
-from activities.generation.server import EngineSpec
+from activities.generation.server import BLOCK_TOKENS, EngineSpec
 from activities.generation.serving import serve
 from activities.publication.manifest import Canary
+from storage.cache_hits import reachable
 from storage.objects import ObjectStore
 from tests.generation.policies import save_policy
+from tests.generation.vllm_server import Server, started
 from tests.generation.worlds import Publisher, loader_of
-from workflows.contracts import ApplyInput, EngineInfo
+from workflows.contracts import ApplyInput
 from workflows.errors import StorageError
 
 pytestmark = pytest.mark.engine
@@ -34,42 +33,11 @@ CONTEXT = 512
 PROBE = [(7 * index) % 250 for index in range(64)]
 
 
-@dataclass
-class Server:
-    home: Path
-    model: Path
-    client: EngineClient
-    process: subprocess.Popen[bytes]
-    seconds: float
-    restarted: bool
-
-
 @pytest.fixture(scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
     home, model = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("model") / "base"
-    save_policy(model, seed=0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (home / "logs").mkdir()
-    environment = os.environ | {"RATCHET_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    with (home / "logs" / "local-e0.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "workers.engine", "--name", "local-e0", "--port", str(port)],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    client = EngineClient(EngineInfo(name="local-e0", host="local", url=f"http://127.0.0.1:{port}"))
-    began = time.monotonic()
-    spec = EngineSpec.of(str(model), context_length=CONTEXT, dtype="auto")
-    restarted = await serve(client, spec, home, wait_s=240)
-    yield Server(home, model, client, process, time.monotonic() - began, restarted)
-    await client.close()
-    if process.poll() is None:
-        process.kill()
-        process.wait(10)
+    async with started(home, model, context_length=CONTEXT) as server:
+        yield server
 
 
 @dataclass
@@ -88,9 +56,9 @@ class World:
         manifest = self.publisher.upload(folder, version, Canary(token_ids=PROBE, logprobs=logprobs(scored, PROBE)))
         return self.publisher.message(self.server.client.info, version, manifest)
 
-    async def generate(self, prompt: list[int], max_tokens: int, seed: int = 5) -> Generation:
+    async def generate(self, prompt: list[int], max_tokens: int, seed: int = 5, salt: str | None = None) -> Generation:
         return await self.server.client.generate(
-            prompt, temperature=1.0, max_tokens=max_tokens, seed=seed, stop_token_ids=[]
+            prompt, temperature=1.0, max_tokens=max_tokens, seed=seed, stop_token_ids=[], cache_salt=salt
         )
 
 
@@ -126,7 +94,7 @@ async def test_logprobs_at_a_temperature_are_those_of_the_reference(world: World
     )
     reference = logprobs(world.models[0], PROBE + answer.token_ids, temperature=0.6)
     assert answer.logprobs == pytest.approx(reference[len(PROBE) :], abs=1e-4)
-    assert await proven_versions(world.server.client, world.publisher.run, answer) == [0] * len(answer.token_ids)
+    assert await proven_versions([world.server.client], world.publisher.run, answer) == [0] * len(answer.token_ids)
 
 
 async def test_a_second_version_is_proven_also_in_the_tied_head_and_serves_from_no_old_cache(world: World) -> None:
@@ -147,7 +115,7 @@ async def test_a_request_over_an_apply_goes_on_under_the_new_weights(world: Worl
     assert (await world.loader.apply(message)).proven
     spanning = 0
     for prompt_length, answer in zip((10, 11, 12), await asyncio.gather(*asked), strict=True):
-        versions = await proven_versions(world.server.client, world.publisher.run, answer)
+        versions = await proven_versions([world.server.client], world.publisher.run, answer)
         assert versions == sorted(versions)
         if set(versions) != {0, 1}:
             continue
@@ -157,6 +125,44 @@ async def test_a_request_over_an_apply_goes_on_under_the_new_weights(world: Worl
         switch = versions.index(1)
         assert answer.logprobs[switch:] == pytest.approx(reference[switch:], abs=1e-4)
     assert spanning > 0
+
+
+async def test_siblings_and_turns_find_what_they_share_under_one_salt_and_nothing_under_another(world: World) -> None:
+    await world.loader.apply(world.message(0))
+    siblings = await asyncio.gather(*(world.generate(PROBE, 20, seed=index, salt="a") for index in range(3)))
+    # Also those that came at once: of 64 tokens one block, since the last must be put in again.
+    assert sorted(sibling.cached_tokens for sibling in siblings) == [0, BLOCK_TOKENS, BLOCK_TOKENS]
+    for sibling in siblings:
+        said = PROBE + sibling.token_ids
+        later = await world.generate([*said, *PROBE[:12]], 20, salt="a")
+        assert later.cached_tokens == reachable(len(said), BLOCK_TOKENS) == 64
+    assert (await world.generate(PROBE, 5, salt="b")).cached_tokens == 0
+
+
+async def test_a_turn_over_a_weight_load_goes_on_and_the_next_one_finds_nothing_of_the_old_weights(
+    world: World,
+) -> None:
+    await world.loader.apply(world.message(0))
+    asked = asyncio.create_task(world.generate(PROBE, 400, salt="0"))
+    await asyncio.sleep(0.3)
+    assert (await world.loader.apply(world.message(1))).proven
+    said = PROBE + (await asked).token_ids
+    assert (await world.generate(said[:200], 5, salt="1")).cached_tokens == 0
+    assert (await world.generate(said[:200], 5, salt="1")).cached_tokens == reachable(200, BLOCK_TOKENS)
+
+
+async def test_an_engine_tells_how_busy_it_is(world: World) -> None:
+    await world.loader.apply(world.message(0))
+    asked = [asyncio.create_task(world.generate(PROBE, 400, seed=index)) for index in range(3)]
+    async with asyncio.timeout(60):
+        while (busy := await world.server.client.pressure()).running < 3:
+            await asyncio.sleep(0.02)
+        assert 0 < busy.kv_usage < 1
+        await asyncio.gather(*asked)
+        while (idle := await world.server.client.pressure()).running:
+            await asyncio.sleep(0.02)
+    assert idle.waiting == 0
+    assert idle.kv_usage < busy.kv_usage
 
 
 async def test_a_corrupted_file_is_refused_and_the_engine_goes_on(world: World) -> None:
@@ -170,7 +176,7 @@ async def test_a_corrupted_file_is_refused_and_the_engine_goes_on(world: World) 
     with pytest.raises(StorageError):
         await world.loader.apply(message)
     answer = await world.generate(PROBE, 5)
-    assert await proven_versions(world.server.client, world.publisher.run, answer) == [0] * 5
+    assert await proven_versions([world.server.client], world.publisher.run, answer) == [0] * 5
 
 
 async def test_a_load_whose_canary_fails_is_disowned_until_one_is_proven(world: World) -> None:

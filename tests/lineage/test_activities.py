@@ -11,7 +11,7 @@ from activities.lineage.activities import LineageActivities
 from storage import queries
 from storage.database import session
 from storage.objects import ObjectStore
-from storage.tables import Batch, EngineLease, Episode, Group, Run, Task, Turn
+from storage.tables import Batch, EngineLease, Episode, Group, Quarantine, Run, Task, Turn
 from tasksets import open_taskset
 from tests.storage import rows
 from workflows.contracts import (
@@ -21,6 +21,8 @@ from workflows.contracts import (
     OpenRunInput,
     OpenRunOutput,
     PickTasksInput,
+    PooledGroup,
+    QuarantineInput,
     ReserveBatchInput,
     RunProgress,
     RunState,
@@ -109,8 +111,8 @@ async def test_a_model_that_lacks_parts_or_positions_is_refused_by_name(
 
 
 async def test_more_held_out_tasks_than_there_are_are_refused(lineage: LineageActivities) -> None:
-    with pytest.raises(InvalidConfig, match=r"evaluation.tasks: 100000, but the taskset has \d+ held-out tasks"):
-        await opened(lineage, evaluation={"tasks": 100_000})
+    with pytest.raises(InvalidConfig, match=r"evaluation.tasks: 1000, but the taskset has \d+ held-out tasks"):
+        await opened(lineage, evaluation={"tasks": 1000})
 
 
 async def test_a_retry_of_the_opening_passes_and_a_second_run_under_the_id_is_refused(
@@ -156,17 +158,71 @@ async def test_what_workflows_report_is_stored_once_however_often_they_report_it
 ) -> None:
     await opened(lineage)
     closed = rows.group()
+    pooled = PooledGroup(closed.number, 0, 0.0, 0.0, False)
     for _ in range(2):
         for attempt, reward in zip(closed.members, closed.rewards, strict=True):
             await lineage.record_episode(rows.record(attempt, reward=reward))
         await lineage.record_group(closed)
         reserved = await lineage.reserve_batch(
-            ReserveBatchInput(run="r", step=1, policy_version=0, groups=[closed], waited={"to_trainable_batch": 1.0})
+            ReserveBatchInput(run="r", step=1, policy_version=0, groups=[pooled], opened_at=1.0, complete_at=4.0)
         )
         assert (reserved.batch_id, reserved.episodes) == ("r/b1", 2)
+        assert reserved.reward == sum(closed.rewards) / 2
+        assert reserved.wait is not None and reserved.wait.seconds == sum(reserved.wait.parts.values()) == 3.0
+        assert (reserved.wait.tail_group, reserved.wait.tail_attempt) == ("r/g0", "r/g0/e1/a0")
     with session(database) as found:
         counts = [len(found.exec(select(table)).all()) for table in (Episode, Turn, Group, Batch)]
         assert counts == [2, 4, 1, 1]
+
+
+async def test_a_reservation_tells_the_rows_of_what_was_dropped_and_the_runs_end_settles_the_finish_order(
+    lineage: LineageActivities, database: Engine
+) -> None:
+    await opened(lineage)
+    for number in range(3):
+        closed = rows.group(number)
+        for attempt, reward in zip(closed.members, closed.rewards, strict=True):
+            await lineage.record_episode(rows.record(attempt, reward=reward))
+        await lineage.record_group(closed)
+    taken = [PooledGroup(number, 0, 0.0, 0.0, False) for number in (0, 2)]
+    message = ReserveBatchInput(run="r", step=1, policy_version=0, groups=taken, dropped={"surplus": [1]})
+    for _ in range(2):
+        assert (await lineage.reserve_batch(message)).episodes == 4
+    with session(database) as found:
+        group, batch = found.get(Group, "r/g1"), found.get(Batch, "r/b1")
+        assert group is not None and (group.eligible, group.reason) == (False, "surplus")
+        assert batch is not None and not batch.metrics
+        batch.state, batch.trained_at = "published", 9.0
+        found.add(batch)
+    await lineage.close_run(CloseRunInput(run="r", state=RunState.FINISHED))
+    with session(database) as found:
+        batch = found.get(Batch, "r/b1")
+        assert batch is not None and batch.metrics["finish_order/open"] == 0.0
+
+
+async def test_a_task_in_quarantine_has_one_row_however_often_it_is_reported(
+    lineage: LineageActivities, database: Engine
+) -> None:
+    await opened(lineage)
+    message = QuarantineInput(run="r", task=rows.TASK, why="3 short groups in a row, the last r/g7", since=9.0)
+    for _ in range(2):
+        await lineage.record_quarantine(message)
+    with session(database) as found:
+        (row,) = found.exec(select(Quarantine)).all()
+        assert (row.run, row.task, row.why, row.since) == ("r", "shell/count-17", message.why, 9.0)
+
+
+async def test_why_a_run_is_degraded_reaches_its_row_and_goes_when_it_resumes(
+    lineage: LineageActivities, database: Engine
+) -> None:
+    await opened(lineage)
+    why = "the last 4 groups closed without a valid sibling"
+    told = RunProgress(run="r", state=RunState.DEGRADED, step=2, policy_version=2, reason=why)
+    for message in (told, told.model_copy(update={"state": RunState.RUNNING, "reason": ""})):
+        await lineage.record_progress(message)
+        with session(database) as found:
+            row = found.get(Run, "r")
+            assert row is not None and (row.state, row.reason) == (message.state, message.reason)
 
 
 async def test_the_lease_of_a_closed_run_is_free_and_its_end_is_written_once(

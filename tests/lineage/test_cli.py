@@ -9,6 +9,9 @@ from click.testing import Result
 from sqlalchemy import Engine
 from typer.testing import CliRunner
 
+from storage import queries
+from storage.database import session
+from tests.storage import rows
 from tests.storage.conftest import MakeRun
 from workers import lineage_cli
 
@@ -62,6 +65,19 @@ def test_an_episode_that_infrastructure_took_shows_its_other_attempts(home: Path
     out = ratchet("lineage", "--episode", lost).stdout
     assert "attempt 3 of 3" in out and f"{lost}/a0: infra_failure, sandbox_lost" in out
     assert "no batch holds it" in out and "the daemon of host local went away" in out
+
+
+def test_an_episode_shows_the_evidence_on_whose_doing_its_end_was(
+    home: Path, make_run: MakeRun, database: Engine
+) -> None:
+    make_run(steps=1)
+    ended = rows.record("shell-demo/g0/e0/a9", reward=None).model_copy(
+        update={"run": "shell-demo", "evidence": {"blame": "host", "canary": "no answer within 20 s"}}
+    )
+    with session(database) as opened:
+        queries.put_episode(opened, record=ended)
+    out = ratchet("lineage", "--episode", "shell-demo/g0/e0/a9").stdout
+    assert "evidence: canary" in out and "no answer within 20 s" in out
 
 
 def test_the_version_that_a_run_began_with_has_no_episodes_and_that_is_said(home: Path, make_run: MakeRun) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,9 @@ from activities.training import transit
 from storage.database import session
 from storage.objects import MissingObject, ObjectStore
 from storage.tables import Batch, EngineLoad, PolicyVersion, Publication
-from tests.training.worlds import VOCABULARY, World
+from tests.training.worlds import VOCABULARY, World, Worlds
 from workflows.contracts import PublishOutput
 from workflows.errors import StorageError, TrainerError
-
-Worlds = Callable[..., World]
 
 
 async def step(run: World, number: int) -> PublishOutput:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from activities.sandbox.channel import Operation, Result
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.docker import DockerBackend
-from tests.sandbox.dockerd import PrivateDaemon, answers, may_start_one
+from workers.stack.private_daemon import NoDaemon, some_daemon
 
-DEFAULT_SOCKET = Path("/var/run/docker.sock")
 SMALL = SandboxSpec(memory_mb=96, work_mb=16, data_mb=4, tmp_mb=4, processes=48)
 _attempts = itertools.count()
 _closing: set[asyncio.Task[None]] = set()
@@ -24,15 +23,11 @@ _closing: set[asyncio.Task[None]] = set()
 
 @pytest.fixture(scope="session")
 def docker_host() -> Iterator[str]:
-    if answers(DEFAULT_SOCKET):
-        yield ""
-    elif may_start_one():
-        daemon = PrivateDaemon()
-        daemon.start()
-        yield daemon.host
-        daemon.stop()
-    else:
-        pytest.skip("no Docker daemon answers and this user can't start one")
+    try:
+        with some_daemon(os.environ.get("DOCKER_HOST", "")) as host:
+            yield host
+    except NoDaemon as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -109,6 +109,7 @@ async def episode(activities: SandboxActivities, request: pytest.FixtureRequest)
     await episode.acquire()
     yield episode
     await call(activities.release, ReleaseInput(attempt_id=episode.attempt, lease=episode.lease))
+    await activities._backend.settled()
 
 
 async def test_an_episode_that_solves_its_task_is_rewarded(episode: Episode) -> None:
@@ -219,6 +220,7 @@ async def test_a_release_without_a_lease_removes_by_attempt(
     await episode.acquire()
     for _ in range(2):
         await call(activities.release, ReleaseInput(attempt_id=episode.attempt))
+    await backend.settled()
     assert await backend._names({"ratchet.attempt": episode.attempt}) == set()
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from activities.sandbox.channel import Operation
-from activities.sandbox.daemon import Daemon
+from activities.sandbox.daemon import Daemon, Refused
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import SandboxGone
 from activities.sandbox.image import busybox_layer, ensure_image
+from activities.sandbox.toolbox import build_toolbox
 from tests.sandbox.conftest import SMALL, Box, docker, fresh_attempt, labels
 from workflows.errors import InvalidConfig, SandboxError
 
@@ -39,7 +44,7 @@ async def test_another_process_finds_the_sandbox_of_a_dead_one(
     docker_host: str, backend: DockerBackend, box: Box
 ) -> None:
     await box("echo kept > note")
-    heir = DockerBackend(docker_host, backend._state, slots=16)
+    heir = DockerBackend(docker_host, backend.state, slots=16)
     try:
         assert (await heir.acquire(SMALL, labels(box.attempt))).container_id == box.container_id
         result = await heir.run(box.id, Operation(op_id="t1", command="cat note", timeout_s=5))
@@ -67,6 +72,26 @@ async def test_a_dead_container_makes_room_for_a_fresh_one(backend: DockerBacken
     assert (result.replayed, result.head) == (False, b"new\n")
 
 
+async def test_a_container_that_a_dying_daemon_left_half_started_makes_room_too(
+    backend: DockerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers every further start with an error, for good."""
+    attempt, call = fresh_attempt(), backend.daemon.call
+
+    async def refused(verb: str, action: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
+        if verb == "start":
+            raise Refused('docker start: task "2a1c" already exists (500)', 500)
+        return await call(verb, action, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(Refused) as error:
+        patched.setattr(backend.daemon, "call", refused)
+        await backend.acquire(SMALL, labels(attempt, run="half"))
+    assert error.value.retryable
+    assert containers(backend.daemon.docker_host, "half") == []
+    await backend.acquire(SMALL, labels(attempt, run="half"))
+    assert await backend.sweep("half") == (1, 1)
+
+
 async def test_closing_twice_and_at_once_is_fine(backend: DockerBackend) -> None:
     sandbox = await backend.acquire(SMALL, labels(fresh_attempt(), run="closing"))
     await asyncio.gather(*(backend.close(sandbox.id) for _ in range(3)))
@@ -90,7 +115,7 @@ async def test_a_cancelled_close_goes_on(backend: DockerBackend, docker_host: st
 
 async def test_a_sweep_takes_one_runs_containers_and_folders_and_no_others(backend: DockerBackend, box: Box) -> None:
     orphans = [await backend.acquire(SMALL, labels(f"orphans/g0/e{n}/a0", run="orphans")) for n in range(2)]
-    await backend._remove(orphans[0].id)
+    await backend._containers.remove(orphans[0].id)
     assert await backend.sweep("orphans") == (1, 2)
     assert await backend.sweep("orphans") == (0, 0)
     assert await box.out("echo fine") == "fine"
@@ -137,8 +162,21 @@ async def test_a_sandbox_that_everybody_forgot_ends_by_itself(
     await backend.sweep("forgotten")
 
 
+def test_a_toolbox_that_is_built_by_several_at_once_stays_where_it_is_mounted(tmp_path: Path) -> None:
+    """What replaces it would empty the folder under the sandboxes that have it already."""
+    barrier = threading.Barrier(3)
+
+    def build() -> int:
+        barrier.wait()
+        return build_toolbox(tmp_path).stat().st_ino
+
+    with ThreadPoolExecutor(3) as threads:
+        inodes = {future.result() for future in [threads.submit(build) for _ in range(3)]}
+    assert inodes == {build_toolbox(tmp_path).stat().st_ino}
+
+
 async def test_sbxd_refuses_to_run_outside_a_sandbox(backend: DockerBackend, tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(str(await backend._tools() / "sbxd"), str(tmp_path), "0")
+    process = await asyncio.create_subprocess_exec(str(await backend._containers.tools() / "sbxd"), str(tmp_path), "0")
     assert await asyncio.wait_for(process.wait(), 5) == 64
 
 
@@ -166,7 +204,7 @@ async def test_the_image_is_the_same_to_the_byte_and_loaded_once(docker_host: st
 
 
 async def test_a_pruned_image_is_made_again_by_the_retry(backend: DockerBackend) -> None:
-    backend._images["busybox"] = "sha256:" + "0" * 64
+    backend._containers._images["busybox"] = "sha256:" + "0" * 64
     attempt = fresh_attempt()
     with pytest.raises(SandboxError, match="its image or itself was removed") as pruned:
         await backend.acquire(SMALL, labels(attempt, run="pruned"))

@@ -13,7 +13,7 @@ from activities.sandbox.channel import Operation, key_of
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import SandboxGone
 from tests.sandbox.conftest import SMALL, Box, labels
-from tests.sandbox.dockerd import PrivateDaemon, may_start_one
+from workers.stack.private_daemon import PrivateDaemon, may_start_one
 from workflows.errors import SandboxError
 
 pytestmark = pytest.mark.docker
@@ -78,7 +78,7 @@ async def test_the_agent_can_neither_read_nor_write_the_journal(any_box: Box) ->
 
 async def test_a_result_is_there_after_the_container_is_gone(box: Box) -> None:
     await box("echo kept", op_id="once")
-    await box.backend._remove(box.id)
+    await box.backend._containers.remove(box.id)
     assert (await box("echo kept", op_id="once")).head == b"kept\n"
     with pytest.raises(SandboxGone) as gone:
         await box("echo next")
@@ -88,7 +88,7 @@ async def test_a_result_is_there_after_the_container_is_gone(box: Box) -> None:
 async def test_a_container_that_is_removed_under_a_command_is_infrastructure(any_box: Box) -> None:
     call = asyncio.create_task(any_box("sleep 20", timeout_s=2))
     await asyncio.sleep(0.3)
-    await any_box.backend._remove(any_box.id)
+    await any_box.backend._containers.remove(any_box.id)
     with pytest.raises(SandboxGone) as gone:
         await call
     assert (gone.value.by_agent, gone.value.retryable) == (False, False)

@@ -10,7 +10,7 @@ import pytest
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import SandboxGone, broken_by_agent
-from tests.sandbox.conftest import Box, opened
+from tests.sandbox.conftest import Box, MakeBox, opened
 
 pytestmark = pytest.mark.docker
 
@@ -78,6 +78,19 @@ async def test_a_fork_bomb_never_leaves_a_command_without_an_answer(any_box: Box
         assert result.seconds < 4
 
 
+async def test_a_command_that_finds_no_room_for_itself_is_answered_over_the_daemon_too(
+    exec_backend: DockerBackend, make_box: MakeBox
+) -> None:
+    """The daemon says that it started it, and nothing ran: there is no result to wait for."""
+    box = await make_box(exec_backend)
+    await box("awk 'BEGIN { while (1) system(\"sleep 1000 &\") }' 2>/dev/null &", timeout_s=5)
+    await asyncio.sleep(1)
+    refused = await box("echo unreachable", timeout_s=5)
+    assert "no command can be started" in broken_by_agent(refused)
+    await box.backend.kill_agent(box.id)
+    assert await box.out("echo fine") == "fine"
+
+
 async def test_eating_memory_is_the_agents_doing(any_box: Box) -> None:
     result = await any_box("x=a; while :; do x=$x$x$x; done", timeout_s=20)
     assert "out of memory" in broken_by_agent(result)
@@ -117,9 +130,9 @@ async def test_a_first_process_that_the_memory_limit_took_is_the_agents_doing(ba
     async with opened(backend, SandboxSpec(memory_mb=64, work_mb=62, data_mb=1, tmp_mb=62, processes=48)) as box:
         # Memory that no victim gives back: files. Then there is nobody left but process 1.
         with pytest.raises(SandboxGone) as gone:
-            await box("cat /dev/zero > /work/a & cat /dev/zero > /tmp/b; wait; sleep 1000", timeout_s=15)
-            await box("echo still here", root=True)
-            await box("cat /dev/zero > /tmp/c; echo still here", timeout_s=5)
-            await box("while :; do sleep 0; done", timeout_s=5)
+            await box("cat /dev/zero > /work/a & cat /dev/zero > /tmp/b; wait", timeout_s=15)
+            for number in range(40):
+                # Each takes what the last one's death gave back, to the page.
+                await box(f"cat /dev/zero >> /work/a; cat /dev/zero > /tmp/c{number}; :", timeout_s=5)
         assert gone.value.by_agent
         assert not gone.value.retryable

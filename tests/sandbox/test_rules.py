@@ -14,6 +14,8 @@ from activities.sandbox.container import SandboxSpec
 from activities.sandbox.evidence import broken_by_agent, cause_of_death
 from activities.sandbox.slots import Slots
 from activities.sandbox.text import cap_bytes, render
+from workflows.contracts import ActOutput
+from workflows.converter import MAX_PAYLOAD_BYTES
 from workflows.errors import SandboxError
 
 
@@ -87,9 +89,16 @@ async def test_slots_count_what_lives_and_what_starts() -> None:
     async def look() -> set[str]:
         return living
 
-    slots = Slots(2, look)
+    slots = Slots(2, look, look)
     assert await slots.take("a") < 0.1, "one that lives needs no further slot"
     await slots.take("b")
     slots.started("b")
     await slots.free("a")
     await slots.take("c")
+
+
+@pytest.mark.parametrize("byte", [b"\x01", b"\x1b", b'"', "\u754c".encode()])
+def test_the_longest_output_fits_a_message_whatever_it_is_made_of(byte: bytes) -> None:
+    data = byte * 16000
+    out = ActOutput(exit_code=0, output=render(result(data, b""), 16000))
+    assert len(out.model_dump_json()) < MAX_PAYLOAD_BYTES

@@ -81,8 +81,13 @@ class MadeRun:
     def step(self, step: int) -> None:
         batch, at = f"{self.run}/b{step}", START + 40 + 21 * step
         waited = {"to_trainable_batch": 14 + 3 * self.random.random() + (9 if step == 1 else 0)}
-        waited |= {"wait_for_siblings": 3.1, "wait_for_batch": 4.0, "queue": 0.4, "boot": 0.6}
-        waited |= {"generate": 4.2, "act": 1.3 + self.random.random(), "verify": 0.5}
+        parts = {"queue": 0.4, "boot": 0.2, "generate": 4.2, "act": 1.3 + self.random.random(), "verify": 0.5}
+        parts |= {"other": 0.1, "wait_for_siblings": 3.1}
+        parts["wait_for_batch"] = waited["to_trainable_batch"] - sum(parts.values())
+        waited |= parts | {"median": 8.0, "tail": 2.5 + self.random.random()}
+        last = parts | {"generate": parts["generate"] + 7.0, "wait_for_siblings": 0.0, "wait_for_batch": 0.0}
+        last["act"] = waited["to_trainable_batch"] - sum(last.values()) + last["act"]
+        closed_last = f"{self.run}/g{8 * step - 1}"
         lag = 0.0 if step == 1 else 0.55 + 0.3 * self.random.random()
         metrics = {
             "reward_mean": self.skill(step),
@@ -96,6 +101,13 @@ class MadeRun:
             "off_policy/divergence": 4e-4 * (1 + lag),
             "off_policy/truncated_share": 0.002,
             "off_policy/effective_sample_size": 0.97,
+            "finish_order/tokens_consumed": 34.0,
+            "finish_order/tokens_admitted": 36.0 + step % 2,
+            "finish_order/tokens_siblings": 34.0,
+            "finish_order/reward_consumed": self.skill(step),
+            "finish_order/reward_admitted": self.skill(step) + 0.02,
+            "finish_order/reward_siblings": self.skill(step),
+            "finish_order/open": float(step == 15),
             "entropy": 1.3 - 0.05 * step,
             "grad_norm": 0.8,
             "seconds/score": 1.1,
@@ -111,6 +123,7 @@ class MadeRun:
                 checkpoint=f"runs/{self.run}/checkpoints/{step}/manifest.json",
                 metrics=metrics,
                 waited=waited,
+                tail={"group": closed_last, "attempt": f"{closed_last}/e3/a0", "parts": last},
                 reserved_at=at,
                 trained_at=at + 5,
             )

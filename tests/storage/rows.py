@@ -7,6 +7,7 @@ from sqlmodel import Session
 from storage import queries
 from storage.tables import Run
 from workflows.contracts import (
+    BatchWait,
     EpisodeKind,
     EpisodeRecord,
     GroupResult,
@@ -78,13 +79,13 @@ def put_group_with_episodes(
     return made
 
 
-def reserve(opened: Session, *groups: GroupResult, run: str = "r", step: int = 1) -> int:
+def reserve(opened: Session, *groups: GroupResult, run: str = "r", step: int = 1, tries: int = 0) -> int:
     return queries.reserve_batch(
         opened,
-        batch_id=f"{run}/b{step}",
+        batch_id=f"{run}/b{step}" + (f".{tries}" if tries else ""),
         run=run,
         step=step,
         policy_version=step - 1,
         groups=groups,
-        waited={"to_trainable_batch": 12.0},
+        wait=BatchWait(seconds=12.0),
     )

@@ -25,6 +25,7 @@ from storage.report import build_report
 from storage.tables import BatchMember, Episode, Turn
 from tests.storage import rows
 from tests.storage.made_run import MadeRun
+from workflows.contracts import BatchWait
 from workflows.errors import StorageError
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +111,13 @@ def test_of_threads_that_want_the_same_groups_one_gets_them_and_the_others_are_t
         try:
             with session(postgres) as opened:
                 queries.reserve_batch(
-                    opened, batch_id=f"race/b{step}", run="race", step=step, policy_version=0, groups=[group], waited={}
+                    opened,
+                    batch_id=f"race/b{step}",
+                    run="race",
+                    step=step,
+                    policy_version=0,
+                    groups=[group],
+                    wait=BatchWait(seconds=1.0),
                 )
         except StorageError as error:
             refused.append(error)

@@ -9,6 +9,7 @@ from sqlmodel import Session, SQLModel, select
 from storage import queries
 from storage.database import session
 from storage.tables import (
+    VOID,
     Batch,
     BatchMember,
     EngineLease,
@@ -18,6 +19,7 @@ from storage.tables import (
     Group,
     PolicyVersion,
     Publication,
+    Quarantine,
     Task,
     Turn,
 )
@@ -47,6 +49,7 @@ WRITES: dict[type[SQLModel], Callable[[Session], object]] = {
     Group: lambda opened: queries.put_group(opened, run="r", result=rows.group()),
     Task: lambda opened: queries.put_task(opened, ref=rows.TASK, kind="count", instruction="Count."),
     EngineLoad: upserted(EngineLoad(run="r", version=1, engine="local-e0", proven=True, loaded_at=1.0)),
+    Quarantine: lambda opened: queries.put_quarantine(opened, run="r", task=rows.TASK, why="3 short groups", since=1.0),
     Publication: upserted(Publication(run="r", version=1, manifest="m", digest="d", bytes=3, published_at=1.0)),
     PolicyVersion: upserted(PolicyVersion(run="r", version=1, step=1, checkpoint="c", created_at=1.0)),
 }
@@ -82,7 +85,7 @@ def test_a_group_is_stored_under_the_task_of_its_episodes_with_the_mean_of_its_v
         assert (stored.task, stored.mean_reward) == ("shell/count-17", 0.5)
 
 
-def test_a_reserved_batch_keeps_its_members_in_order_and_the_parts_of_its_wait(database: Engine, run: str) -> None:
+def test_a_reserved_batch_keeps_its_members_in_order_and_its_wait(database: Engine, run: str) -> None:
     with session(database) as opened:
         groups = [rows.put_group_with_episodes(opened, number) for number in (4, 1)]
         assert rows.reserve(opened, *groups) == 4
@@ -90,8 +93,7 @@ def test_a_reserved_batch_keeps_its_members_in_order_and_the_parts_of_its_wait(d
         batch = opened.get(Batch, "r/b1")
         assert [member.episode for member in members] == groups[0].members + groups[1].members
         assert batch is not None and (batch.state, batch.policy_version) == ("reserved", 0)
-        parts = {"queue": 1.0, "boot": 2.0, "generate": 3.0, "act": 4.0, "verify": 5.0}
-        assert batch.waited == {"to_trainable_batch": 12.0, **parts}
+        assert batch.waited == {"to_trainable_batch": 12.0, "median": 0.0, "tail": 0.0}
 
 
 def test_reserving_a_batch_again_gives_the_same_batch_whatever_it_is_asked_for(database: Engine, run: str) -> None:
@@ -129,6 +131,66 @@ def test_a_step_of_a_run_has_one_batch(database: Engine, run: str) -> None:
         rows.reserve(opened, rows.put_group_with_episodes(opened, 0))
     with pytest.raises(StorageError, match="UNIQUE"), session(database) as opened:
         opened.add(Batch(id="r/another", run=run, step=1, policy_version=0, reserved_at=1.0))
+
+
+def test_a_void_batch_frees_its_step_but_not_its_episodes(database: Engine, run: str) -> None:
+    with session(database) as opened:
+        first, second, third = (rows.put_group_with_episodes(opened, number) for number in range(3))
+        rows.reserve(opened, first)
+    with pytest.raises(StorageError, match="UNIQUE"), session(database) as opened:
+        rows.reserve(opened, second, tries=1)
+    with session(database) as opened:
+        batch = opened.get(Batch, "r/b1")
+        assert batch is not None
+        batch.state, batch.reason = VOID, "too far"
+    with pytest.raises(queries.AlreadyReserved), session(database) as opened:
+        rows.reserve(opened, first, tries=1)
+    with session(database) as opened:
+        rows.reserve(opened, second, tries=1)
+        assert [member.batch for member in queries.members_of(opened, batch_id="r/b1")] == ["r/b1", "r/b1"]
+    with pytest.raises(StorageError, match="UNIQUE"), session(database) as opened:
+        rows.reserve(opened, third, tries=2)
+
+
+def test_episodes_of_a_void_batch_are_behind_no_version(database: Engine, run: str) -> None:
+    with session(database) as opened:
+        first, second = (rows.put_group_with_episodes(opened, number) for number in range(2))
+        rows.reserve(opened, first)
+        batch = opened.get(Batch, "r/b1")
+        assert batch is not None
+        batch.state = VOID
+        opened.flush()
+        rows.reserve(opened, second, tries=1)
+        opened.add(PolicyVersion(run=run, version=1, step=1, batch="r/b1.1", checkpoint="c", created_at=1.0))
+    with session(database) as opened:
+        behind = queries.episodes_behind(opened, run=run, version=1)
+        assert [episode.id for _, _, episode in behind] == second.members
+        _, void, versions = queries.episode_fate(opened, episode=first.members[0])
+        assert void is not None and (void.state, versions) == (VOID, [])
+
+
+def test_only_a_valid_attempt_is_stored_with_a_reward(database: Engine, run: str) -> None:
+    with session(database) as opened:
+        record = rows.record(reward=None).model_copy(update={"reward": 0.0})
+        queries.put_episode(opened, record=record)
+        stored = opened.get(Episode, record.attempt_id)
+        assert stored is not None and (stored.outcome, stored.reward) == ("infra_failure", None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"outcome": "infra_failure"}, {"outcome": "unknown"}, {"kind": "evaluation"}, {"reward": None}]
+)
+def test_a_row_that_is_not_of_a_valid_training_attempt_cannot_be_reserved(
+    database: Engine, run: str, change: dict[str, object]
+) -> None:
+    with session(database) as opened:
+        made = rows.put_group_with_episodes(opened)
+        row = opened.get(Episode, made.members[1])
+        assert row is not None
+        for name, value in change.items():
+            setattr(row, name, value)
+    with pytest.raises(StorageError, match="no valid episode row for r/g0/e1/a0"), session(database) as opened:
+        rows.reserve(opened, made)
 
 
 @pytest.mark.parametrize("reward", [None, "missing"])

@@ -10,14 +10,18 @@ from statistics import median
 import pytest
 from rich.console import Console
 from sqlalchemy import Engine
+from sqlmodel import select
 
 from storage import queries
 from storage.database import open_database, session
 from storage.migrations import migrate
 from storage.report import Report, build_report, render_html, render_terminal
+from storage.report.model import TIME_PARTS
 from storage.tables import Batch, Run
+from tests.storage import rows
 from tests.storage.conftest import MakeRun
-from tests.storage.made_run import MadeRun
+from tests.storage.made_run import START, MadeRun
+from workflows.contracts import EpisodeRecord
 
 COLUMNS = 100
 VOID = {"meta", "br", "hr", "img", "link", "input", "line", "circle", "rect", "polyline"}
@@ -83,9 +87,77 @@ def test_the_lead_metric_leaves_out_the_first_batch_that_waited_for_the_start(re
         "generate",
         "act",
         "verify",
+        "other",
         "wait_for_siblings",
         "wait_for_batch",
     }
+
+
+def test_the_parts_of_a_step_add_up_to_its_wait_and_so_do_those_of_its_last_attempt(report: Report) -> None:
+    for step in report.steps:
+        assert sum(step.time[name] for name in TIME_PARTS) == pytest.approx(step.time["to_trainable_batch"])
+        assert step.tail is not None and step.tail.attempt.startswith(step.tail.group)
+        assert sum(step.tail.parts.values()) == pytest.approx(step.time["to_trainable_batch"])
+    tails = [step.time["tail"] for step in report.steps]
+    assert report.summary.tail_s == median(tails[1:])
+    last, page = report.steps[-1].tail, render_html(report)
+    assert last is not None and f"<code>{last.attempt}</code>" in page and f"step 15 ({last.attempt})" in page
+    assert "of it for the last 5 %" in page and "of it for the last 5 %" in terminal(report)
+
+
+def test_a_batch_from_before_the_tail_was_kept_has_none(database: Engine, make_run: MakeRun) -> None:
+    run = make_run(steps=2)
+    with session(database) as opened:
+        for batch in opened.exec(select(Batch)).all():
+            batch.tail, batch.waited = {}, {"to_trainable_batch": 9.0, "generate": 4.0}
+            opened.add(batch)
+    made = report_of(database, run)
+    assert [step.tail for step in made.steps] == [None, None] and made.summary.tail_s is None
+    assert "The attempt that came last" not in render_html(made) and "9.0" in terminal(made)
+
+
+def test_whether_the_pool_prefers_the_short_is_told_by_policy_and_by_fate(report: Report) -> None:
+    order, groups = report.finish_order, report.groups
+    assert (order.policy, order.tokens_consumed, order.open) == ("oldest_first", 34.0, 1)
+    assert order.tokens_admitted == pytest.approx(36 + 8 / 15)
+    assert [(item.fate, item.groups, item.sampled_tokens) for item in groups.fates] == [
+        ("no_signal", 3, 34.0),
+        ("too_few_valid", 2, None),
+        ("trained", 120, 34.0),
+    ]
+    assert sum(item.groups for item in groups.fates) == groups.closed
+    assert "oldest_first; consumed 34.0 tokens, reward 0.608; admitted 36.5, 0.628" in terminal(report)
+    assert "Does the pool prefer the short?" in render_html(report)
+
+
+def test_surplus_is_counted_with_its_cost_and_is_no_failure(database: Engine, make_run: MakeRun) -> None:
+    """A group that its batch did without (one sibling had ended), and a spare sibling of a group that trained."""
+    run = make_run(steps=2)
+    with session(database) as opened:
+        plain = build_report(opened, run)
+        cut = {
+            "outcome": "surplus",
+            "stop_reason": "surplus",
+            "sampled_tokens": 100,
+            "started_at": 5.0,
+            "ended_at": 9.0,
+        }
+        for attempt in (f"{run}/g900/e0/a0", f"{run}/g900/e1/a0", f"{run}/g0/e8/a0"):
+            ended = attempt.endswith("e0/a0")
+            record = rows.record(attempt, reward=1.0 if ended else None)
+            changes = cut | ({"outcome": "model_success", "stop_reason": "finished"} if ended else {})
+            queries.put_episode(opened, record=EpisodeRecord.model_validate(record.model_dump() | changes))
+        unwanted = {"eligible": False, "reason": "surplus", "members": [], "rewards": []}
+        queries.put_group(opened, run=run, result=rows.group(900, run=run).model_copy(update=unwanted))
+    made = report_of(database, run)
+    part = made.groups.surplus
+    assert (part.groups, part.attempts, part.sampled_tokens, part.seconds) == (1, 3, 300, 12.0)
+    assert made.groups.dropped == plain.groups.dropped | {"surplus": 1}
+    attempts = sum(plain.outcomes["train"].values()) + 1
+    assert made.summary.infra_share == pytest.approx((plain.summary.infra_share or 0.0) * (attempts - 1) / attempts)
+    assert not any(item.stop_reason == "surplus" for item in made.failures)
+    words = "1 groups, 3 attempts, 300 tokens, 12.0 s of episodes"
+    assert words in terminal(made) and words in render_html(made)
 
 
 def test_the_last_batches_name_their_episodes_and_the_version_that_they_made(report: Report) -> None:
@@ -115,6 +187,7 @@ STATES = {
     "without a batch": {"steps": 0, "evaluations": False, "state": "starting"},
     "failed": {"steps": 3, "state": "failed", "reason": "TrainerFailed: the loss is <nan> & [bold]worse[/bold]"},
     "running": {"steps": 1, "state": "running"},
+    "degraded": {"steps": 1, "state": "degraded", "reason": "the last 5 groups closed without a valid sibling"},
 }
 
 
@@ -133,6 +206,41 @@ def test_a_run_in_any_state_reads_in_json_terminal_and_page(database: Engine, ma
         assert "&lt;nan&gt; &amp; [bold]worse" in page and "<nan>" not in page
 
 
+def test_short_groups_tasks_in_quarantine_and_void_batches_are_told_with_their_reasons(
+    database: Engine, make_run: MakeRun
+) -> None:
+    run, why = make_run(steps=4), "all 1 groups with a signal are beyond training.max_divergence 0.5"
+    with session(database) as opened:
+        plain = build_report(opened, run)
+        for number in (900, 901):
+            rows.put_group_with_episodes(opened, number, run=run)
+        rows.reserve(opened, rows.group(900, run=run), run=run, step=5)
+        batch, trained = opened.get(Batch, f"{run}/b5"), opened.get(Batch, f"{run}/b4")
+        assert batch is not None and trained is not None
+        batch.state, batch.reason, batch.metrics = "void", why, {"off_policy/dropped_groups": 1.0}
+        trained.metrics = trained.metrics | {"off_policy/dropped_groups": 2.0, "groups/short_share": 0.25}
+        short = rows.group(902, run=run, rewards=(1.0,)).model_copy(
+            update={"eligible": False, "reason": "short_group", "short": True, "members": [], "rewards": []}
+        )
+        queries.put_group(opened, run=run, result=short)
+        queries.put_quarantine(opened, run=run, task=rows.TASK, why="3 short groups in a row", since=START)
+    made = report_of(database, run)
+    groups = made.groups
+    assert (groups.short, made.summary.short_share) == (1, 0.25)
+    assert groups.dropped == {"no_signal": 1, "short_group": 1, "beyond_divergence": 3, "left_over": 1}
+    assert groups.trained == plain.groups.trained - 2
+    assert groups.closed == groups.trained + sum(groups.dropped.values())
+    assert [step.step for step in made.steps] == [1, 2, 3, 4], "a void batch is no step"
+    (void,), (task,) = made.void_batches, made.quarantined
+    assert (void.batch_id, void.step, void.reason, void.episodes, void.groups) == (f"{run}/b5", 5, why, 2, 1)
+    assert (task.task, task.why, task.since) == ("shell/count-17", "3 short groups in a row", START)
+    shown, page = terminal(made), render_html(made)
+    assert max(map(len, shown.splitlines())) <= COLUMNS and Page(page).open == []
+    for text in ("Tasks in quarantine", "Batches that taught nothing", "shell/count-17", "3 short groups in a row"):
+        assert text in shown and text in page
+    assert "1 closed, 25% of a batch" in shown and why in page
+
+
 def test_a_run_that_has_only_begun_has_a_report(database: Engine) -> None:
     with session(database) as opened:
         opened.add(Run(id="r", state="starting", config={"model": "tiny"}, mode="sync", seed=0, started_at=1.0))
@@ -146,6 +254,8 @@ def test_the_terminal_draws_rewards_and_marks_held_out_points(report: Report) ->
     curve = [line for line in shown.splitlines() if "┤" in line or "│" in line]
     assert sum(line.count("◆") for line in curve) == 3
     assert sum(line.count("·") for line in curve) >= 12
+    assert sum(line.count("○") for line in curve) >= 1
+    assert "held out, version 0" in shown and "held out, version 15" in shown
     assert max(map(len, shown.splitlines())) <= COLUMNS and "…" not in shown
 
 
@@ -181,6 +291,6 @@ def test_the_page_asks_nothing_of_anybody(report: Report) -> None:
 def test_the_page_is_for_light_and_dark_phones_and_keyboards(report: Report) -> None:
     text = render_html(report)
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and ":focus-visible" in text
-    assert len(re.findall(r"<svg [^>]*role=\"img\" aria-label=\"[^\"]+\"", text)) == text.count("<svg") == 5
+    assert len(re.findall(r"<svg [^>]*role=\"img\" aria-label=\"[^\"]+\"", text)) == text.count("<svg") == 6
     scrolling = re.findall(r'<div class="scroll[^>]*>', text)
     assert scrolling and all('tabindex="0"' in tag for tag in scrolling)

@@ -7,27 +7,17 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
 
 from activities.training import checkpoints
-from storage.database import open_database
-from storage.objects import ObjectStore
 from tests.training.worlds import World
 
 
 async def main() -> None:
     given = json.load(sys.stdin)
     torch.set_num_threads(1)
-    world = World(
-        given["run"],
-        Path(given["policy"]),
-        ObjectStore.connect(**given["access"]),
-        open_database(given["database"]),
-        Path(given["folder"]),
-        given["training"],
-    )
+    world = World.told(given)
     await world.start()
     await world.update(1)
     checkpoints.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -8,16 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from activities.training.advantage import group_advantages
+from workflows.contracts import Baseline
 
 
-def advantages(rewards: list[float], *, scale_by_std: bool = True, std_floor: float = 1e-3) -> list[float]:
-    values: list[float] = group_advantages(rewards, scale_by_std=scale_by_std, std_floor=std_floor).tolist()
+def advantages(
+    rewards: list[float],
+    *,
+    scale_by_std: bool = True,
+    std_floor: float = 1e-3,
+    baseline: Baseline = Baseline.MEAN,
+) -> list[float]:
+    values: list[float] = group_advantages(
+        rewards, scale_by_std=scale_by_std, std_floor=std_floor, baseline=baseline
+    ).tolist()
     return values
 
 
 def test_the_values_are_those_of_the_paper_with_the_sample_deviation() -> None:
     assert advantages([1, 1, 1, 0]) == pytest.approx([0.5, 0.5, 0.5, -1.5])
     assert advantages([1, 0, 0, 1], scale_by_std=False) == [0.5, -0.5, -0.5, 0.5]
+
+
+@given(st.lists(st.integers(0, 8).map(lambda value: value / 8), min_size=2, max_size=16))
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(rewards: list[float]) -> None:
+    found = advantages(rewards, scale_by_std=False, baseline=Baseline.LEAVE_ONE_OUT)
+    others = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+    assert found == pytest.approx([reward - other for reward, other in zip(rewards, others, strict=True)], abs=1e-12)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.35, -1e-9, 1e30])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.training.batch import pad, split_micro_batches, split_minibatches, trajectory
+from activities.training.batch import optimizer_steps, pad, split_micro_batches, split_minibatches, trajectory
 from tests.training.worlds import segments_of
 from workflows.contracts import FinishReason, Segment
 
@@ -84,7 +84,7 @@ def test_rows_are_padded_on_the_right_with_mask_and_positions() -> None:
 def test_padded_and_alone_a_row_has_the_same_logprobs(policy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from activities.training.loss import sampled_logprobs
+    from activities.training.logprobs import sampled_logprobs
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     rng = np.random.default_rng(3)
@@ -122,6 +122,13 @@ def test_minibatches_depend_on_seed_and_step_alone(count: int, parts: int, seed:
     assert sorted(row for part in split for row in part) == list(range(count))
     assert len(split) == min(parts, count)
     assert max(map(len, split)) - min(map(len, split)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4), (8, 4), (9, 4)]
+)
+def test_a_batch_that_was_cut_short_makes_fewer_steps_not_smaller_ones(groups: int, expected: int) -> None:
+    assert optimizer_steps(groups, full=8, minibatches=4) == expected
 
 
 def test_another_step_shuffles_otherwise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from activities.training.batch import Trajectory, pad
 from activities.training.deepspeed_config import deepspeed_config
 from activities.training.engine import Trainer
+from activities.training.scoring import stale_weights
 from activities.training.update import UpdateResult, decay, make_update, warmed_up
 from activities.training.work import Work
 from tests.training.test_loss import batch_of
@@ -27,7 +29,7 @@ def trainer(policy: Path) -> Iterator[Trainer]:
 
 
 def update(trainer: Trainer, batch: list[Trajectory], version: int = 0, **training: object) -> UpdateResult:
-    limits = {"mismatch_limit": 1e3, "divergence_limit": 1e3, "learning_rate": 1e-2}
+    limits = {"max_mismatch_kl": 1e3, "max_divergence": 1e3, "learning_rate": 1e-2}
     config = RunConfig.model_validate({"model": str(trainer.folder), "training": limits | training})
     return make_update(trainer, batch, config=config, step=1, policy_version=version, work=Work())
 
@@ -50,6 +52,48 @@ def test_tokens_of_the_trainers_own_weights_agree_and_count_fully(trainer: Train
     assert metrics["mismatch_abs/max"] < 1e-4
     assert metrics["off_policy/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["off_policy/steps"] == metrics["clip_share"] == 0.0
+
+
+def test_a_stale_group_is_dropped_or_counts_in_proportion(trainer: Trainer) -> None:
+    batch = batch_of()
+    near, far = as_sampled_now(trainer, batch[:4]), as_sampled_now(trainer, batch[4:], shift=-1.0)
+    divergence = math.exp(1.0) - 1 - 1.0
+    dropped = update(trainer, near + far, version=1, max_divergence=0.5).metrics
+    assert (dropped["off_policy/dropped_groups"], dropped["off_policy/downweighted_groups"]) == (1.0, 0.0)
+    counts = stale_weights({"g0": 0.0, "g1": divergence}, TrainingConfig(max_divergence=0.5, on_stale="downweight"))
+    assert counts == {"g0": 1.0, "g1": pytest.approx(0.5 / divergence)}
+    near, far = as_sampled_now(trainer, batch[:4]), as_sampled_now(trainer, batch[4:], shift=-1.0)
+    weighed = update(trainer, near + far, version=2, max_divergence=0.5, on_stale="downweight").metrics
+    assert (weighed["off_policy/dropped_groups"], weighed["off_policy/downweighted_groups"]) == (0.0, 1.0)
+    assert weighed["trained_tokens"] == sum(item.sampled_tokens for item in batch)
+
+
+def test_activations_that_are_computed_again_change_neither_logprobs_nor_gradient(policy: Path) -> None:
+    """The policy of the tests has attention dropout, which must be off in training mode too."""
+    batch, found = batch_of(), []
+    for again in (False, True):
+        training = TrainingConfig(activation_checkpointing=again, learning_rate=1e-2, warmup_steps=0)
+        trainer = Trainer(policy, training, seed=0)
+        scores = [as_sampled_now(trainer, batch)[0].logprobs.sum() for _ in range(2)]
+        metrics = update(trainer, as_sampled_now(trainer, batch), activation_checkpointing=again).metrics
+        found.append((scores, metrics["grad_norm"], trainer.weights()["model.embed_tokens.weight"].clone()))
+        trainer.close()
+    (plain, norm, weights), (recomputed, same_norm, same) = found
+    assert plain[0] == plain[1] == recomputed[0] == recomputed[1]
+    assert same_norm == pytest.approx(norm, rel=1e-6) and torch.allclose(same, weights, atol=1e-7)
+
+
+def test_the_kl_term_pulls_back_to_the_model_that_the_run_began_with(policy: Path) -> None:
+    """No reward differs from another by much: with a large coefficient the policy returns towards the reference."""
+    training = {"learning_rate": 3e-3, "warmup_steps": 0, "max_mismatch_kl": 1e3, "max_divergence": 1e3}
+    trainer = Trainer(policy, TrainingConfig(kl_coefficient=10.0, **training), seed=0)
+    distances = []
+    for step in range(6):
+        batch = as_sampled_now(trainer, batch_of())
+        made = update(trainer, batch, **training, kl_coefficient=0.0 if step < 3 else 10.0)
+        distances.append(made.metrics["reference_kl"] if step >= 3 else 0.0)
+    trainer.close()
+    assert distances[3] > 0 and distances[-1] < distances[3]
 
 
 def test_staleness_and_numerics_are_two_numbers(trainer: Trainer) -> None:
@@ -81,18 +125,29 @@ def test_a_group_too_far_from_todays_policy_is_left_out_and_counted(trainer: Tra
         replace(item, group_id="far", attempt_id=f"f{item.attempt_id}")
         for item in as_sampled_now(trainer, batch_of(), shift=-3.0)
     ]
-    metrics = update(trainer, near + far, version=1, divergence_limit=0.5).metrics
+    metrics = update(trainer, near + far, version=1, max_divergence=0.5).metrics
     assert metrics["off_policy/dropped_groups"] == 1.0
     assert metrics["trained_tokens"] == sum(item.sampled_tokens for item in near)
 
 
-def test_a_batch_that_teaches_nothing_is_an_error(trainer: Trainer) -> None:
-    with pytest.raises(TrainerError, match="no group has two different rewards"):
-        update(trainer, [replace(item, reward=1.0) for item in batch_of()])
+def test_a_batch_that_teaches_nothing_is_void_says_why_and_leaves_the_trainer_as_it_was(trainer: Trainer) -> None:
+    before = {name: value.clone() for name, value in trainer.weights().items()}
+    silent = update(trainer, [replace(item, reward=1.0) for item in batch_of()])
+    assert silent.void == "no group has two different rewards"
+    assert silent.metrics["groups/no_signal"] == 2.0 and set(silent.advantages.values()) == {0.0}
+    far = update(trainer, as_sampled_now(trainer, batch_of(), shift=-3.0), max_divergence=0.5)
+    assert far.void == "all 2 groups with a signal are beyond training.max_divergence 0.5"
+    assert far.metrics["off_policy/dropped_groups"] == 2.0 and far.metrics["off_policy/divergence"] > 0.5
+    assert not trainer.half_done and trainer.updates == 0
+    assert all(torch.equal(before[name], value) for name, value in trainer.weights().items())
+
+
+def test_a_batch_of_far_groups_and_groups_without_a_signal_is_void_and_counts_both(trainer: Trainer) -> None:
     far = as_sampled_now(trainer, batch_of(), shift=-3.0)
-    with pytest.raises(TrainerError, match="all 2 groups are beyond"):
-        update(trainer, far, divergence_limit=0.5)
-    assert not trainer.half_done
+    batch = [replace(item, reward=1.0) if item.group_id == "g1" else item for item in far]
+    result = update(trainer, batch, max_divergence=0.5)
+    assert result.void.startswith("all 1 groups with a signal are beyond")
+    assert (result.metrics["off_policy/dropped_groups"], result.metrics["groups/no_signal"]) == (1.0, 1.0)
 
 
 def test_a_group_of_one_is_refused(trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from activities.training.activities import TrainingActivities
 from activities.training.service import TrainerService
 from storage.database import open_database, session
 from storage.objects import ObjectStore
-from storage.tables import Batch, BatchMember, Episode, Run, Turn
+from storage.tables import Batch, BatchMember, Episode, Group, Run, Turn
 from workflows.config import RunConfig
 from workflows.contracts import (
     FinishReason,
     PublishInput,
     PublishOutput,
+    ReserveBatchInput,
+    ScoreInput,
+    ScoreOutput,
     Segment,
     TrainerInput,
     TrainerOutput,
@@ -60,8 +64,10 @@ def write_policy(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def segments_of(rng: np.random.Generator, *, version: int = 0) -> list[Segment]:
-    """Two turns: a prompt of 3 to 6 tokens and an answer of 2 to 9, then an observation and an answer."""
+def segments_of(rng: np.random.Generator, *, version: int = 0, shift: float = 0.0) -> list[Segment]:
+    """Two turns: a prompt of 3 to 6 tokens and an answer of 2 to 9, then an observation and an answer.
+
+    `shift` of the answers' log-probabilities makes them tokens of a policy that is far away."""
     made = []
     for turn in range(2):
         prompt, answer = int(rng.integers(3, 7)), int(rng.integers(2, 10))
@@ -70,7 +76,7 @@ def segments_of(rng: np.random.Generator, *, version: int = 0) -> list[Segment]:
                 turn=turn,
                 token_ids=rng.integers(0, VOCABULARY, prompt + answer).tolist(),
                 loss_mask=[0] * prompt + [1] * answer,
-                logprobs=[0.0] * prompt + (-4.1 + 0.05 * rng.standard_normal(answer)).tolist(),
+                logprobs=[0.0] * prompt + (-4.1 + shift + 0.05 * rng.standard_normal(answer)).tolist(),
                 versions=[-1] * prompt + [version] * answer,
                 temperature=TEMPERATURE,
                 finish_reason=FinishReason.STOP,
@@ -98,6 +104,29 @@ class World:
         self.trains = TrainingActivities(self.service, self.store, self.database, self.folder / "spool")
         self.publishes = PublicationActivities(self.service, self.store, self.database, self.folder / "spool")
 
+    @classmethod
+    def told(cls, given: dict[str, Any]) -> World:
+        """The world that another process describes with `telling`."""
+        return cls(
+            given["run"],
+            Path(given["policy"]),
+            ObjectStore.connect(**given["access"]),
+            open_database(given["database"]),
+            Path(given["folder"]),
+            given["training"],
+        )
+
+    def telling(self, access: dict[str, str]) -> dict[str, Any]:
+        """What another process needs to know; `access` is the store's."""
+        return {
+            "run": self.run,
+            "policy": str(self.policy),
+            "access": access,
+            "database": str(self.database.url),
+            "folder": str(self.folder),
+            "training": self.training,
+        }
+
     def restarted(self) -> World:
         self.service.close()
         self.__post_init__()
@@ -108,7 +137,8 @@ class World:
         raw = {
             "model": str(self.policy),
             "seed": 7,
-            "training": {"learning_rate": 1e-2, "mismatch_limit": 1e3, "divergence_limit": 1e3, **self.training},
+            "training": {"learning_rate": 1e-2, "max_mismatch_kl": 1e3, "max_divergence": 1e3, **self.training},
+            "rollout": {"groups_per_batch": 2},
             "publication": {"keep_last": self.keep_last},
         }
         return RunConfig.model_validate(raw).model_dump(mode="json")
@@ -118,22 +148,31 @@ class World:
             opened.add(Run(id=self.run, state="running", mode="sync", seed=7, started_at=0.0))
         return self
 
-    def reserve(self, step: int, *, groups: int = 2, size: int = 4, version: int | None = None) -> str:
+    def reserve(
+        self,
+        step: int,
+        *,
+        groups: int = 2,
+        size: int = 4,
+        version: int | None = None,
+        tries: int = 0,
+        shift: float = 0.0,
+    ) -> str:
         """Episodes with segments in the store, in a reserved batch: the same for the same step, in every run."""
         rng = np.random.default_rng(step)
-        batch_id = f"{self.run}/b{step}"
+        batch_id = batch_name(self.run, step, tries)
         version = step - 1 if version is None else version
         with session(self.database) as opened:
             opened.add(Batch(id=batch_id, run=self.run, step=step, policy_version=step - 1, reserved_at=0.0))
             opened.flush()
             for position in range(groups * size):
-                group_id = f"{self.run}/g{step * 100 + position // size}"
+                group_id = f"{self.run}/g{step * 100 + tries * 10 + position // size}"
                 attempt_id = f"{group_id}/e{position % size}/a1"
                 reward = float(position % size == 0 or rng.random() < 0.4)
                 reward = 0.0 if position % size == 1 else reward
                 opened.add(_episode(self.run, group_id, attempt_id, reward))
                 opened.flush()
-                for segment in segments_of(rng, version=version):
+                for segment in segments_of(rng, version=version, shift=shift):
                     key = f"runs/{self.run}/segments/{attempt_id}/t{segment.turn}"
                     self.store.put(key, segment.model_dump_json().encode())
                     opened.add(Turn(episode=attempt_id, turn=segment.turn, segment=key))
@@ -144,15 +183,43 @@ class World:
         message = TrainerInput(run=self.run, config=self.config, resume_checkpoint=resume)
         return await ActivityEnvironment().run(self.trains.start_trainer, message)
 
-    async def update(self, step: int) -> UpdateOutput:
+    async def update(self, step: int, tries: int = 0) -> UpdateOutput:
         message = UpdateInput(
-            run=self.run, config=self.config, batch_id=f"{self.run}/b{step}", step=step, policy_version=step - 1
+            run=self.run,
+            config=self.config,
+            batch_id=batch_name(self.run, step, tries),
+            step=step,
+            policy_version=step - 1,
         )
         return await ActivityEnvironment().run(self.trains.update, message)
+
+    def close_groups(self, *numbers: int) -> None:
+        """Rows of closed groups, which `reserve` does not write."""
+        with session(self.database) as opened:
+            for number in numbers:
+                opened.add(
+                    Group(
+                        id=f"{self.run}/g{number}",
+                        run=self.run,
+                        task="shell/x",
+                        number=number,
+                        eligible=True,
+                        started_at=0.0,
+                        closed_at=0.0,
+                    )
+                )
+
+    async def score(self, checkpoint: str, *numbers: int) -> ScoreOutput:
+        message = ScoreInput(run=self.run, config=self.config, checkpoint=checkpoint, groups=list(numbers))
+        return await ActivityEnvironment().run(self.trains.score, message)
 
     async def publish(self, version: int, checkpoint: str) -> PublishOutput:
         message = PublishInput(run=self.run, config=self.config, version=version, step=version, checkpoint=checkpoint)
         return await ActivityEnvironment().run(self.publishes.publish, message)
+
+
+def batch_name(run: str, step: int, tries: int) -> str:
+    return ReserveBatchInput(run=run, step=step, policy_version=0, groups=[], tries=tries).batch_id
 
 
 def _episode(run: str, group_id: str, attempt_id: str, reward: float) -> Episode:
@@ -176,3 +243,19 @@ def empty_database(path: Path) -> Engine:
     database = open_database(f"sqlite:///{path}")
     SQLModel.metadata.create_all(database)
     return database
+
+
+Worlds = Callable[..., World]
+"""The fixture `world`: another run each time, with the given fields of `training`."""
+
+
+def weights_of(world: World) -> dict[str, torch.Tensor]:
+    trainer = world.service._trainer
+    assert trainer is not None
+    return {name: value.clone() for name, value in trainer.weights().items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name

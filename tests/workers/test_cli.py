@@ -24,14 +24,14 @@ def test_the_help_imports_nothing_heavy() -> None:
 
 def test_every_command_has_a_sentence_of_help() -> None:
     result = CliRunner().invoke(app, ["--help"])
-    for name in ("up", "down", "status", "env", "doctor", "bootstrap", "watch"):
+    for name in ("up", "down", "status", "env", "build-id", "doctor", "bootstrap", "watch", "align"):
         assert name in result.output
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     result = CliRunner().invoke(app, ["bootstrap", "huge"])
     assert result.exit_code == 2
-    assert "tiny and smollm2" in result.output
+    assert "smollm2 and smollm2-shell" in result.output
 
 
 def test_the_demo_makes_a_run_input_from_an_example(tmp_path: Path) -> None:

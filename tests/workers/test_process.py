@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from workers.stack.process import Process, identify, kill_leftovers, spawn, stop_now
+from workers.stack.process import Process, forget_dead, identify, kill_leftovers, spawn, stop_now
 
 from .conftest import SLEEP
 
@@ -74,3 +75,16 @@ def test_what_a_killed_process_leaves_behind_is_found_and_ended(tmp_path: Path) 
     while left[0].alive:
         time.sleep(0.01)
     assert process.leftovers() == []
+
+
+def test_a_pid_file_goes_once_its_process_is_dead_also_when_nobody_has_reaped_it(tmp_path: Path) -> None:
+    file, child = tmp_path / "x.pid", subprocess.Popen(["sleep", "60"])
+    file.write_text(f"{child.pid}\n")
+    forget_dead(file)
+    assert file.exists()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    forget_dead(file)
+    assert not file.exists()
+    child.wait()
+    forget_dead(file)

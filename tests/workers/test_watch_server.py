@@ -14,8 +14,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from workers.stack.parts import tool
-from workers.temporal import plugin
+from tests.workflows.conftest import start_local
 from workers.watch import ServerEyes, UnknownRun, follow
 from workflows.contracts import RunState, RunStatus
 
@@ -61,7 +60,7 @@ class Scripted:
 
 @pytest_asyncio.fixture(scope="module")
 async def server() -> AsyncIterator[WorkflowEnvironment]:
-    started = await WorkflowEnvironment.start_local(dev_server_existing_path=tool("temporal"), plugins=[plugin()])
+    started = await start_local()
     async with started, Worker(started.client, task_queue=QUEUE, workflows=[Scripted]):
         yield started
 
@@ -81,7 +80,7 @@ async def watched(server: WorkflowEnvironment, run: str, *words: str) -> tuple[i
 async def test_it_follows_a_run_across_continue_as_new_to_its_end(server: WorkflowEnvironment) -> None:
     code, text = await watched(server, "watch-finishes", "renew", "finish")
     assert code == 0
-    assert "step 1/1  reward 0.500" in text
+    assert "step 1/1  batch reward 0.500" in text
     assert "watch-finishes finished: step 1/1" in text
 
 
@@ -94,7 +93,7 @@ async def test_it_tells_why_a_run_failed(server: WorkflowEnvironment) -> None:
 async def test_it_ends_with_a_cancelled_run(server: WorkflowEnvironment) -> None:
     code, text = await watched(server, "watch-cancelled", "cancel")
     assert code == 1
-    assert "watch-cancelled canceled" in text
+    assert "watch-cancelled cancelled" in text
 
 
 async def test_an_unknown_run_is_refused_with_the_known_ones(server: WorkflowEnvironment) -> None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
@@ -13,25 +11,42 @@ from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from tests.workflows.fakes import World
-from workers.temporal import plugin
+from workers.stack.parts import tool
+from workers.temporal import plugin, runtime
 from workflows.attributes import OUTCOME, POLICY_VERSION, REWARD, RUN, STOP_REASON, TASK
 from workflows.contracts import Queue, engine_queue
-from workflows.episode import Episode
-from workflows.evaluation import Evaluation
-from workflows.group import Group
-from workflows.training_run import TrainingRun
+from workflows.registry import ON_CONTROL, ON_EPISODES
 
 ATTRIBUTES = [RUN, TASK, OUTCOME, STOP_REASON, POLICY_VERSION, REWARD]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def temporal() -> AsyncIterator[Client]:
+    async with local_server() as client:
+        yield client
+
+
+async def start_local(**options: Any) -> WorkflowEnvironment:
+    """A server of the test's own. The SDK waits five seconds for it, which a busy machine may take longer than."""
+    for last in (False, False, True):
+        try:
+            return await WorkflowEnvironment.start_local(
+                dev_server_existing_path=tool("temporal"), plugins=[plugin()], **options
+            )
+        except RuntimeError:
+            if last:
+                raise
+    raise AssertionError("unreachable")
+
+
+@asynccontextmanager
+async def local_server(*, identity: str | None = None) -> AsyncIterator[Client]:
     """A real local server without persistence, with the shipped flags."""
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(Path(sys.executable).parent / "temporal"),
+    environment = await start_local(
         search_attributes=ATTRIBUTES,
         dev_server_log_level="error",
-        plugins=[plugin()],
+        identity=identity,
+        runtime=runtime(),
         dev_server_extra_args=[
             "--dynamic-config-value",
             'history.timerProcessorMaxTimeShift="20ms"',
@@ -39,8 +54,10 @@ async def temporal() -> AsyncIterator[Client]:
             "history.transferProcessorMaxPollRPS=2000",
         ],
     )
-    yield environment.client
-    await environment.shutdown()
+    try:
+        yield environment.client
+    finally:
+        await environment.shutdown()
 
 
 @pytest_asyncio.fixture
@@ -53,10 +70,9 @@ async def world(temporal: Client) -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def workers(client: Client, script: World) -> AsyncIterator[None]:
-    workflows: list[Any] = [TrainingRun, Group, Episode, Evaluation]
     async with (
-        Worker(client, task_queue=Queue.CONTROL, workflows=workflows, activities=script.activities),
-        Worker(client, task_queue=Queue.EPISODES, workflows=workflows, activities=script.activities),
+        Worker(client, task_queue=Queue.CONTROL, workflows=ON_CONTROL, activities=script.activities),
+        Worker(client, task_queue=Queue.EPISODES, workflows=ON_EPISODES, activities=script.activities),
         Worker(client, task_queue=Queue.TRAINING, activities=script.activities),
         Worker(client, task_queue=engine_queue("h"), activities=script.activities),
     ):

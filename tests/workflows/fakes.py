@@ -33,6 +33,7 @@ from workflows.contracts import (
     GenerateInput,
     GenerateOutput,
     GroupResult,
+    JanitorInput,
     LeaseEnginesInput,
     LeaseEnginesOutput,
     OpenRunInput,
@@ -41,15 +42,19 @@ from workflows.contracts import (
     PickTasksOutput,
     PublishInput,
     PublishOutput,
+    QuarantineInput,
     ReleaseInput,
     ReserveBatchInput,
     ReserveBatchOutput,
     RunProgress,
     SandboxLease,
+    ScoreInput,
+    ScoreOutput,
     ServeInput,
     ServeOutput,
     SweepInput,
     SweepOutput,
+    Swept,
     TaskRef,
     TrainerInput,
     TrainerOutput,
@@ -78,6 +83,18 @@ class World:
         self.act_output = ActOutput(exit_code=0, output="42\n", command_s=0.01)
         self.finish_reason = FinishReason.STOP
         self.gate: asyncio.Event | None = None
+        self.gated: Callable[[GenerateInput], bool] = lambda m: True
+        """Which generations wait at the gate."""
+        self.verdicts: asyncio.Event | None = None
+        """Verdicts wait for it, deaf to cancellation."""
+        self.is_closed: Callable[[str], bool] = lambda group_id: True
+        self.divergence: Callable[[int], float] = lambda number: 0.0
+        """Of a group from today's policy, by its number."""
+        self.train_tasks: int | None = None
+        """Tasks after which the order begins again; None: it never does."""
+        self.answer: Callable[[UpdateInput], UpdateOutput] = lambda m: UpdateOutput(
+            step=m.step, checkpoint=f"c{m.step}", metrics={"loss": 0.1}
+        )
 
     def _note(self, name: str, message: Any) -> None:
         self.calls[name].append(message)
@@ -92,7 +109,7 @@ class World:
     async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
         self._note("open_run", message)
         engines = [EngineInfo(name="h-e0", host="h", url="http://x")]
-        return OpenRunOutput(model="/m", train_tasks=9, held_out_tasks=9, engines=engines)
+        return OpenRunOutput(model="/m", train_tasks=self.train_tasks or 9, held_out_tasks=9, engines=engines)
 
     @activity.defn
     async def lease_engines(self, message: LeaseEnginesInput) -> LeaseEnginesOutput:
@@ -123,7 +140,8 @@ class World:
     @activity.defn
     async def pick_tasks(self, message: PickTasksInput) -> PickTasksOutput:
         self._note("pick_tasks", message)
-        numbers = range(message.cursor, message.cursor + message.count)
+        positions = range(message.cursor, message.cursor + message.count)
+        numbers = [number % self.train_tasks if self.train_tasks else number for number in positions]
         return PickTasksOutput(
             tasks=[TaskRef(taskset="shell", split=message.split, task_id=f"count-{number:04d}") for number in numbers]
         )
@@ -131,12 +149,23 @@ class World:
     @activity.defn
     async def reserve_batch(self, message: ReserveBatchInput) -> ReserveBatchOutput:
         self._note("reserve_batch", message)
-        return ReserveBatchOutput(batch_id=message.batch_id, episodes=sum(len(g.members) for g in message.groups))
+        numbers = {group.number for group in message.groups}
+        closed = [result for result in self.calls["record_group"] if result.number in numbers]
+        rewards = [
+            reward for result in closed if result.group_id.startswith(f"{message.run}/") for reward in result.rewards
+        ]
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        return ReserveBatchOutput(batch_id=message.batch_id, episodes=len(rewards), reward=mean)
+
+    @activity.defn
+    async def score(self, message: ScoreInput) -> ScoreOutput:
+        self._note("score", message)
+        return ScoreOutput(divergences=[self.divergence(number) for number in message.groups])
 
     @activity.defn
     async def update(self, message: UpdateInput) -> UpdateOutput:
         self._note("update", message)
-        return UpdateOutput(step=message.step, checkpoint=f"c{message.step}", metrics={"loss": 0.1})
+        return self.answer(message)
 
     @activity.defn
     async def record_progress(self, message: RunProgress) -> None:
@@ -145,6 +174,10 @@ class World:
     @activity.defn
     async def record_group(self, message: GroupResult) -> None:
         self._note("record_group", message)
+
+    @activity.defn
+    async def record_quarantine(self, message: QuarantineInput) -> None:
+        self._note("record_quarantine", message)
 
     @activity.defn
     async def record_episode(self, message: EpisodeRecord) -> None:
@@ -157,7 +190,7 @@ class World:
     @activity.defn
     async def closed_groups(self, message: ClosedGroupsInput) -> ClosedGroupsOutput:
         self._note("closed_groups", message)
-        return ClosedGroupsOutput(closed=message.group_ids)
+        return ClosedGroupsOutput(closed=[item for item in message.group_ids if self.is_closed(item)])
 
     @activity.defn
     async def close_run(self, message: CloseRunInput) -> None:
@@ -167,6 +200,21 @@ class World:
     async def sweep(self, message: SweepInput) -> SweepOutput:
         self._note("sweep", message)
         return SweepOutput()
+
+    @activity.defn
+    async def close_gone_runs(self, message: JanitorInput) -> Swept:
+        self._note("close_gone_runs", message)
+        return Swept(removed={"runs_closed": 1})
+
+    @activity.defn
+    async def sweep_store(self, message: JanitorInput) -> Swept:
+        self._note("sweep_store", message)
+        return Swept(removed={"objects": 3, "uploads": 1}, bytes=5_000_000)
+
+    @activity.defn
+    async def sweep_host(self, message: JanitorInput) -> Swept:
+        self._note("sweep_host", message)
+        return Swept(removed={"containers/terminated": 2})
 
     @activity.defn
     async def acquire(self, message: AcquireInput) -> AcquireOutput:
@@ -179,7 +227,7 @@ class World:
     @activity.defn
     async def generate(self, message: GenerateInput) -> GenerateOutput:
         self._note("generate", message)
-        if self.gate is not None:
+        if self.gate is not None and self.gated(message):
             await self.gate.wait()
         return GenerateOutput(
             segment=f"{message.attempt_id}/t{message.turn}",
@@ -201,6 +249,8 @@ class World:
     @activity.defn
     async def verify(self, message: VerifyInput) -> VerifyOutput:
         self._note("verify", message)
+        if self.verdicts is not None:
+            await self.verdicts.wait()
         reward = self.reward(message)
         return VerifyOutput(reward=reward, passed=reward >= 1)
 

@@ -6,11 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from temporalio.client import Client
-from temporalio.exceptions import ApplicationError
+from temporalio.client import Client, WorkflowFailureError
+from temporalio.exceptions import ApplicationError, CancelledError
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import ANSWER, COMMAND, MALFORMED, World, final
+from tests.workflows.test_training_run import eventually
 from workflows.attributes import OUTCOME, STOP_REASON, TASK
 from workflows.contracts import (
     ActOutput,
@@ -30,6 +31,7 @@ from workflows.contracts import (
     TaskRef,
 )
 
+ASKED = "activity_task_cancel_requested_event_attributes"
 TASK_REF = TaskRef(taskset="shell", split=Split.TRAIN, task_id="count-0001")
 
 
@@ -76,6 +78,7 @@ async def test_an_episode_generates_acts_verifies_records_and_releases(temporal:
     assert first.observation is None and second.observation == "42"
     assert second.segments == [f"{record.attempt_id}/t0"]
     assert first.seed != second.seed
+    assert first.started_at == second.started_at == record.started_at > 0
     assert world.calls["verify"][0].answer == "42"
 
 
@@ -196,6 +199,72 @@ async def test_the_time_budget_counts_commands_alone_and_bounds_the_last(tempora
     assert (record.stop_reason, record.outcome) == (StopReason.TIME_BUDGET, Outcome.MODEL_FAILURE)
     assert [message.step_timeout_s for message in world.calls["act"]] == [4, 4, 2]
     assert not world.calls["verify"]
+
+
+async def test_an_attempt_that_is_surplus_ends_with_the_turns_it_had_and_is_nobodys_failure(
+    temporal: Client, world: World
+) -> None:
+    world.gate = asyncio.Event()
+    world.gated = lambda message: message.turn == 1
+    playing = asyncio.create_task(play(temporal, world))
+    await eventually(lambda: any(message.turn == 1 for message in world.calls["generate"]))
+    await temporal.get_workflow_handle(world.calls["generate"][0].attempt_id).signal("surplus")
+    summary, record = await asyncio.wait_for(playing, 60)
+    assert (summary.outcome, summary.stop_reason, summary.reward) == (Outcome.SURPLUS, StopReason.SURPLUS, None)
+    assert not summary.valid and not world.calls["verify"]
+    assert [turn.turn for turn in record.turns] == [0] and record.sampled_tokens == 5
+    assert record.ended_at > record.started_at > 0
+
+
+async def test_what_fails_under_a_cancellation_is_no_failure_on_record(temporal: Client, world: World) -> None:
+    """A run that ends takes sandboxes and engines away from what it cancels."""
+
+    def taken_away(message: Any) -> float:
+        raise final(FailureType.SANDBOX, "killed by a request")
+
+    world.verdicts, world.reward = asyncio.Event(), taken_away
+    playing = asyncio.create_task(play(temporal, world))
+    await eventually(lambda: bool(world.calls["verify"]))
+    handle = temporal.get_workflow_handle(world.calls["generate"][0].attempt_id)
+    await handle.cancel()
+    async with asyncio.timeout(30):
+        while not any(event.HasField(ASKED) for event in (await handle.fetch_history()).events):
+            await asyncio.sleep(0.05)
+    world.verdicts.set()
+    with pytest.raises(WorkflowFailureError) as raised:
+        await asyncio.wait_for(playing, 60)
+    assert isinstance(raised.value.cause, CancelledError)
+    assert not world.calls["record_episode"] and len(world.calls["release"]) == 1
+
+
+async def test_what_is_surplus_after_its_verdict_stays_valid(temporal: Client, world: World) -> None:
+    def surplus(name: str, message: Any) -> None:
+        if name == "record_episode" and not asked:
+            asked.append(asyncio.create_task(temporal.get_workflow_handle(message.attempt_id).signal("surplus")))
+            raise ApplicationError("tried again after the signal")
+
+    asked: list[asyncio.Task[None]] = []
+    world.fail = surplus
+    episode = EpisodeInput(
+        run=unique("run"),
+        group_id=unique("g"),
+        index=1,
+        attempt=0,
+        kind=EpisodeKind.TRAIN,
+        model="/m",
+        task=TASK_REF,
+        limits=limits(),
+        seed=7,
+    )
+    summary = await temporal.execute_workflow(
+        "Episode", episode, id=episode.attempt_id, task_queue=Queue.EPISODES, result_type=EpisodeSummary
+    )
+    assert asked and summary.outcome is Outcome.MODEL_SUCCESS
+
+
+async def test_the_run_says_how_long_one_answer_may_take(temporal: Client, world: World) -> None:
+    await play(temporal, world, generate_timeout_s=12.5)
+    assert {message.timeout_s for message in world.calls["generate"]} == {12.5}
 
 
 async def test_a_sandbox_that_the_agent_broke_is_its_failure(temporal: Client, world: World) -> None:

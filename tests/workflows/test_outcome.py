@@ -64,6 +64,8 @@ def test_a_missing_verdict_is_never_a_silent_zero() -> None:
         (timeout(TimeoutType.SCHEDULE_TO_CLOSE, ApplicationError("x", type="EngineLost")), StopReason.ENGINE_LOST),
         (timeout(TimeoutType.START_TO_CLOSE), StopReason.UNDETERMINED),
         (ApplicationError("x", type="StorageLost"), StopReason.STORAGE_LOST),
+        (ApplicationError("x", type="WorkerLost"), StopReason.SANDBOX_LOST),
+        (timeout(TimeoutType.SCHEDULE_TO_CLOSE, ApplicationError("x", type="WorkerLost")), StopReason.SANDBOX_LOST),
         (ApplicationError("x", type="ValueError"), StopReason.UNDETERMINED),
     ],
 )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.contracts import GroupResult
+from workflows.config import MOST_GROUPS, RunConfig
+from workflows.contracts import GroupResult, OpenRunOutput, ReserveBatchInput
+from workflows.converter import MAX_PAYLOAD_BYTES
+from workflows.quarantine import MOST, MOST_STRUCK, Quarantine
 from workflows.ready_pool import PoolRules, ReadyPool
+from workflows.run_state import Carry
 
 
 def rules(**changes: Any) -> PoolRules:
@@ -107,6 +112,62 @@ def test_a_wave_starts_whole_even_when_slots_are_few() -> None:
     pool.close(closed(2))
     assert fill(pool, bounds) == [3]
     assert not pool.batch_is_ready(bounds)
+
+
+def test_groups_without_a_valid_sibling_degrade_and_use_up_no_refill() -> None:
+    """An outage is bounded by holding admission: the run must outlast it."""
+    pool, bounds = ReadyPool(), rules(groups_per_batch=1, capacity=1, refill_limit=2, waves=True)
+    for _ in range(20):
+        (number,) = fill(pool, bounds)
+        pool.close(closed(number, eligible=False, members=False))
+        assert not pool.spent(bounds)
+    assert pool.degraded
+    (number,) = fill(pool, bounds)
+    pool.close(closed(number, eligible=False))
+    assert not pool.degraded and not pool.spent(bounds)
+    (number,) = fill(pool, bounds)
+    pool.close(closed(number, eligible=False))
+    assert pool.spent(bounds), "groups that closed without a signal do use it up"
+
+
+def test_groups_too_short_to_train_degrade_as_those_without_a_valid_sibling_do() -> None:
+    """A part of the hosts is out: each group keeps a sibling or two, and no batch comes of it."""
+    pool, bounds = ReadyPool(), rules(groups_per_batch=1, capacity=1, refill_limit=2, waves=True)
+    for _ in range(5):
+        (number,) = fill(pool, bounds)
+        pool.close(closed(number, eligible=False).model_copy(update={"short": True, "reason": "short_group"}))
+    assert pool.degraded and not pool.spent(bounds)
+
+
+def test_a_full_pool_fits_a_message() -> None:
+    """The state of the largest run that the configuration allows crosses continue-as-new, its batch is reserved."""
+    group = closed(123456).model_copy(update={"closed_at": 1.8e9 + 0.123456, "first_sibling_at": 1.8e9 + 0.654321})
+    pool = ReadyPool(in_flight=[123456] * MOST_GROUPS)
+    for _ in range(MOST_GROUPS):
+        pool.close(group)
+    pool.in_flight = [123456] * MOST_GROUPS
+    quarantine = Quarantine(
+        tasks={
+            f"django__django-{number}": f"3 short groups in a row, the last a-run/g{number}" for number in range(MOST)
+        },
+        strikes={f"sympy__sympy-{number}": 2 for number in range(MOST_STRUCK)},
+    )
+    config = RunConfig(model="m")
+    opened = OpenRunOutput(model="m", train_tasks=1, held_out_tasks=1, engines=[])
+    assert (
+        len(Carry(config=config, opened=opened, pool=pool, quarantine=quarantine).model_dump_json()) < MAX_PAYLOAD_BYTES
+    )
+    batch = ReserveBatchInput(run="r", step=1, policy_version=0, groups=pool.ready)
+    assert len(batch.model_dump_json()) < MAX_PAYLOAD_BYTES
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "lost"])
+def test_groups_that_an_operator_ended_say_nothing_of_the_infrastructure(reason: str) -> None:
+    pool, bounds = ReadyPool(), rules()
+    for _ in range(9):
+        number = pool.admit(bounds)
+        pool.close(closed(number, eligible=False, members=False).model_copy(update={"reason": reason}))
+    assert not pool.degraded and pool.dropped == {reason: 9}
 
 
 def test_a_report_is_taken_once() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,10 +15,21 @@ from temporalio.worker import Replayer
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
 from workers.temporal import plugin
-from workflows.contracts import FailureType, GroupResult, Queue, RunState, RunStatus
+from workflows.config import parse_run_config
+from workflows.contracts import (
+    EngineInfo,
+    FailureType,
+    GroupResult,
+    OpenRunOutput,
+    Queue,
+    RunState,
+    RunStatus,
+    UpdateOutput,
+)
 from workflows.episode import Episode
 from workflows.evaluation import Evaluation
 from workflows.group import Group
+from workflows.run_state import Carry
 from workflows.training_run import TrainingRun
 
 
@@ -60,11 +73,50 @@ async def test_continue_as_new_at_every_step_trains_each_group_once(temporal: Cl
     run = unique("run")
     config = run_json(mode=mode, continue_as_new_every=1, training={"steps": 4})
     await (await start(temporal, config, run)).result()
-    trained = [group.group_id for batch in world.calls["reserve_batch"] for group in batch.groups]
+    trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
     assert len(trained) == len(set(trained)) == 8
     assert [batch.step for batch in world.calls["reserve_batch"]] == [1, 2, 3, 4]
     executions = [execution async for execution in temporal.list_workflows(f"WorkflowId = '{run}'")]
     assert len(executions) == 4
+
+
+@pytest.mark.parametrize(("mode", "begun"), [("sync", 4), ("async", 6)])
+async def test_no_group_begins_once_the_last_batch_is_cut_and_the_evaluation_has_the_engines_alone(
+    temporal: Client, world: World, mode: str, begun: int
+) -> None:
+    """async, capacity 4: the second batch waits until two more are in flight, which are ended before the evaluation."""
+
+    def note(name: str, message: Any) -> None:
+        if name == "generate" and message.attempt_id.split("/")[1:2] == [f"g{begun - 1}"]:
+            gate.set()
+        if name == "pick_tasks" and message.split == "held_out" and world.calls["update"]:
+            open_at_evaluation.append(len(world.calls["acquire"]) - len(world.calls["release"]))
+
+    gate, open_at_evaluation = asyncio.Event(), list[int]()
+    world.fail, world.gate = note, gate
+    world.gated = lambda message: message.attempt_id.split("/")[1] in ("g2", "g3")
+    await (await start(temporal, run_json(mode=mode, training={"steps": 2}))).result()
+    groups = {message.attempt_id.split("/")[1] for message in world.calls["generate"]}
+    assert {name for name in groups if name[0] == "g"} == {f"g{number}" for number in range(begun)}
+    assert open_at_evaluation == [0]
+
+
+@pytest.mark.parametrize("how", ["cancel", "terminate"])
+async def test_a_run_goes_on_without_an_evaluation_that_an_operator_ended(
+    temporal: Client, world: World, how: str
+) -> None:
+    """The first one; the last is made as ever."""
+    run = unique("run")
+    world.gate, world.gated = asyncio.Event(), lambda message: f"{run}/g" not in message.attempt_id
+    handle = await start(temporal, run_json(training={"steps": 1}), run)
+    await eventually(lambda: bool(world.calls["generate"]))
+    await getattr(temporal.get_workflow_handle(f"{run}/eval-v0"), how)()
+    await eventually(lambda: bool(world.calls["update"]))
+    world.gate.set()
+    status = await handle.result()
+    assert (status.state, status.step) == (RunState.FINISHED, 1)
+    assert [message.result.version for message in world.calls["record_evaluation"]] == [1]
+    assert status.evaluation_first == status.evaluation_last is not None
 
 
 async def test_async_generates_during_the_update_but_no_batch_lags_more_than_allowed(
@@ -74,6 +126,52 @@ async def test_async_generates_during_the_update_but_no_batch_lags_more_than_all
     for batch in world.calls["reserve_batch"]:
         for group in batch.groups:
             assert 0 <= batch.policy_version - group.min_version <= 1
+
+
+async def test_a_group_too_far_from_todays_policy_is_held_out_before_the_batch_and_another_takes_its_place(
+    temporal: Client, world: World
+) -> None:
+    """async: g2 and g3 are made under version 0; once version 1 is applied g2 turns out to be far from it."""
+    world.divergence = lambda number: 0.6 if number == 2 else 0.1
+    status = await (await start(temporal, run_json(mode="async", training={"steps": 4}))).result()
+    trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
+    scored = {number for message in world.calls["score"] for number in message.groups}
+    assert 2 not in trained and 2 in scored and len(trained) == 8
+    assert status.groups_dropped == {"beyond_divergence": 1}
+    for message in world.calls["score"]:
+        assert message.checkpoint != "c0", "tokens of the trainer's own weights are not measured"
+    assert [batch.dropped for batch in world.calls["reserve_batch"] if batch.dropped] == [{"beyond_divergence": [2]}]
+
+
+async def test_downweighted_groups_are_not_held_out(temporal: Client, world: World) -> None:
+    world.divergence = lambda number: 9.0
+    config = run_json(mode="async", training={"steps": 3, "on_stale": "downweight"})
+    status = await (await start(temporal, config)).result()
+    assert not world.calls["score"] and not status.groups_dropped
+
+
+async def test_a_warning_of_the_trainer_reaches_the_status_and_goes_with_its_cause(
+    temporal: Client, world: World
+) -> None:
+    for warning in ("mismatch_kl is high", ""):
+        world.answer = lambda m, warning=warning: UpdateOutput(  # type: ignore[misc]
+            step=m.step, checkpoint=f"c{m.step}", metrics={}, warning=warning
+        )
+        status = await (await start(temporal, run_json(training={"steps": 1}))).result()
+        assert status.warning == warning
+
+
+def test_the_lag_follows_the_divergence_within_its_bounds() -> None:
+    """An eighth and a half of max_divergence 0.4 are 0.05 and 0.2."""
+    rollout = {"min_off_policy_steps": 1, "max_off_policy_steps": 5, "groups_per_batch": 2, "group_size": 2}
+    config = parse_run_config(run_json(mode="async", rollout=rollout, training={"max_divergence": 0.4}))
+    carry = Carry(config=config, opened=OpenRunOutput(model="/m", train_tasks=9, held_out_tasks=9, engines=[]))
+    lags = [carry.lag]
+    for divergence in (0.01, 0.04, 0.1, 0.01, 0.01, 0.01, 0.3, 0.3, 0.3, None):
+        carry.adapt(divergence)
+        lags.append(carry.lag)
+        assert carry.rules.capacity == 2 * (1 + carry.lag) <= config.capacity
+    assert lags == [1, 2, 3, 3, 4, 5, 5, 2, 1, 1, 1]
 
 
 async def test_sync_trains_only_on_tokens_of_the_version_it_updates(temporal: Client, world: World) -> None:
@@ -131,6 +229,20 @@ async def test_cancel_ends_the_groups_sweeps_and_closes_the_row(temporal: Client
         assert (await temporal.get_workflow_handle(f"{run}/g{number}").describe()).status.name == "CANCELED"
 
 
+async def test_a_word_said_between_two_executions_holds(temporal: Client, world: World) -> None:
+    """The next one hears it before it has its state."""
+    engines = [EngineInfo(name="h-e0", host="h", url="http://x")]
+    opened = OpenRunOutput(model="/m", train_tasks=9, held_out_tasks=9, engines=engines)
+    carry = Carry(config=parse_run_config(run_json(evaluation={"tasks": 0})), opened=opened)
+    handle = await temporal.start_workflow(
+        "TrainingRun", args=[None, carry], id=unique("run"), task_queue=Queue.CONTROL, start_signal="pause"
+    )
+    status = await handle.query("status", result_type=RunStatus)
+    assert status.state is RunState.PAUSED and not world.calls["generate"]
+    await handle.signal("resume")
+    await asyncio.wait_for(handle.result(), 30)
+
+
 async def test_pause_holds_admission_and_resume_goes_on(temporal: Client, world: World) -> None:
     handle = await start(temporal, run_json(evaluation={"tasks": 0}, training={"steps": 2}))
     await handle.signal("pause")
@@ -167,8 +279,8 @@ async def test_infrastructure_failures_are_replaced_and_stay_out_of_the_batch(te
 
     world.fail = lose_first_attempts
     await (await start(temporal, run_json(evaluation={"tasks": 0}, training={"steps": 1}))).result()
-    batch = world.calls["reserve_batch"][0]
-    members = [member for group in batch.groups for member in group.members]
+    numbers = {group.number for group in world.calls["reserve_batch"][0].groups}
+    members = [member for group in world.calls["record_group"] if group.number in numbers for member in group.members]
     assert any(member.endswith("e0/a1") for member in members)
     assert not any(member.endswith("e0/a0") for member in members)
 
@@ -180,13 +292,73 @@ async def test_a_run_whose_groups_all_fail_is_degraded_and_says_why(temporal: Cl
 
     world.fail = lose_all
     handle = await start(temporal, run_json(evaluation={"tasks": 0}, rollout={"group_size": 2, "groups_per_batch": 4}))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while (status := await handle.query("status", result_type=RunStatus)).state is not RunState.DEGRADED:
             await asyncio.sleep(0.05)
     assert "infra_failure" in status.reason
     await handle.cancel()
     with pytest.raises(WorkflowFailureError):
         await asyncio.wait_for(handle.result(), 30)
+
+
+async def test_a_probe_that_an_operator_ends_is_found_out_though_nothing_else_is_in_flight(
+    temporal: Client, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No report will ever wake the run: it must look again by itself."""
+    monkeypatch.setattr("workflows.training_run.WATCHDOG_S", 1.0)
+    monkeypatch.setattr("workflows.admission.PROBE_EVERY", timedelta(seconds=1))
+
+    def lose_the_first(name: str, message: Any) -> None:
+        if name == "acquire" and int(message.group_id.rpartition("/g")[2]) < 4:
+            raise final(FailureType.SANDBOX, "no daemon")
+
+    run, world.fail, ended = unique("run"), lose_the_first, set[str]()
+    world.is_closed = ended.__contains__
+    config = run_json(evaluation={"tasks": 0}, training={"steps": 1}, rollout={"groups_per_batch": 1}, mode="sync")
+    handle = await start(temporal, config, run)
+    await eventually(lambda: len(world.calls["record_group"]) == 4)
+    world.gate = asyncio.Event()
+    await eventually(lambda: any(message.attempt_id.startswith(f"{run}/g4/") for message in world.calls["generate"]))
+    await temporal.get_workflow_handle(f"{run}/g4").terminate("by an operator")
+    ended.add(f"{run}/g4")
+    world.gate.set()
+    status = await asyncio.wait_for(handle.result(), 90)
+    assert status.step == 1 and status.groups_dropped["lost"] == 1
+
+
+async def test_an_oversampled_run_cuts_its_batch_without_the_slowest_and_holds_them_against_nobody(
+    temporal: Client, world: World
+) -> None:
+    """Groups 0, 5, 10 ... never answer: each batch is cut without them, and they end as surplus."""
+    run = unique("run")
+    world.gate = asyncio.Event()
+    world.gated = lambda message: int(message.attempt_id.split("/g")[1].split("/")[0]) % 5 == 0
+    rollout = {"group_size": 2, "groups_per_batch": 2, "oversample": 2.0}
+    config = run_json(evaluation={"tasks": 0}, training={"steps": 3}, rollout=rollout, continue_as_new_every=1)
+    status = await asyncio.wait_for((await start(temporal, config, run)).result(), 120)
+    assert (status.state, status.step) == (RunState.FINISHED, 3)
+    batches = world.calls["reserve_batch"]
+    trained = [group.number for batch in batches for group in batch.groups]
+    assert len(trained) == 6 and not any(number % 5 == 0 for number in trained)
+    assert {group.min_version for batch in batches for group in batch.groups} <= {0, 1, 2}
+    assert all(group.min_version == batch.policy_version for batch in batches for group in batch.groups)
+    assert status.groups_dropped["surplus"] >= 2 and "cancelled" not in status.outcomes
+    assert status.outcomes.get("infra_failure", 0) == 0 and not status.quarantined and status.short_groups == 0
+    closed = {result.number: result.reason for result in world.calls["record_group"]}
+    assert closed[0] == "surplus" and not world.calls["record_quarantine"]
+
+
+async def test_the_wait_for_a_batch_begins_where_admission_opens_and_ends_with_the_report_that_completes_it(
+    temporal: Client, world: World
+) -> None:
+    await (await start(temporal, run_json(evaluation={"tasks": 0}))).result()
+    batches = world.calls["reserve_batch"]
+    closings = {group.number: group.closed_at for batch in batches for group in batch.groups}
+    for batch in batches:
+        last = max(closings[group.number] for group in batch.groups)
+        assert batch.opened_at < last <= batch.complete_at
+    for before, batch in pairwise(batches):
+        assert batch.opened_at > before.complete_at, "sync: nothing is admitted during the update"
 
 
 async def test_a_report_that_arrives_twice_counts_once(temporal: Client, world: World) -> None:
@@ -196,7 +368,7 @@ async def test_a_report_that_arrives_twice_counts_once(temporal: Client, world: 
     result: GroupResult = world.calls["record_group"][0]
     await handle.signal("group_done", result)
     await handle.result()
-    trained = [group.group_id for batch in world.calls["reserve_batch"] for group in batch.groups]
+    trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
     assert len(trained) == len(set(trained))
 
 
@@ -212,7 +384,7 @@ async def test_every_history_replays_against_the_code(temporal: Client, world: W
     assert count >= 15
 
 
-async def eventually(condition: Any, seconds: float = 20) -> None:
+async def eventually(condition: Any, seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)

@@ -102,6 +102,9 @@ def _detour(task: Task, done: int, rng: random.Random) -> Detour:
             return Detour(f"echo {names[1]} > {names[2]}", "(no output)", "done")
         case "move":
             return Detour(f"cp {names[0]} {names[1]}", "(no output)", "done")
+        case "report" if done:
+            # Not the new file's name again: reading once more leaves the right next step as likely as elsewhere.
+            return Detour(task.oracle[0], task.oracle_observations[0], "done")
         case "report":
             return Detour(f"touch {names[1]}", "(no output)", "done")
         case "fix":

@@ -44,12 +44,17 @@ def bootstrap_smollm2(out: Path, progress: Callable[[str], None] = lambda line: 
             "sha256": hashlib.sha256(gguf.read_bytes()).hexdigest(),
             "parameters": parameters,
         }
-        (making / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-        if out.exists():
-            shutil.rmtree(out)
-        making.rename(out)
+        finish(making, out, provenance)
     progress(f"made {out} with {parameters} parameters")
     return out
+
+
+def finish(making: Path, out: Path, provenance: dict[str, object]) -> None:
+    """Give the folder `making` its provenance, the mark of a finished one, and its name."""
+    (making / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    if out.exists():
+        shutil.rmtree(out)
+    making.rename(out)
 
 
 def _fetch(target: Path) -> Path:

@@ -45,7 +45,7 @@ class Phase:
 PHASES = (
     Phase("copy", 100, (1.0, 0.8)),
     Phase("trade", 260, (0.8, 0.1), fault_rate=0.12, decision_weight=0.1),
-    Phase("mistakes", 70, (0.14, 0.02), fault_rate=0.65),
+    Phase("mistakes", 70, (0.14, 0.02), fault_rate=0.58),
 )
 
 

@@ -67,6 +67,8 @@ class Part:
     """Why it can't be started here, and what to do; empty when it can."""
     heartbeat: Path | None = None
     """File of its heartbeat, removed before each start."""
+    pid_file: Path | None = None
+    """File in which it keeps a child's pid, removed before a start if that child is dead."""
 
     def fingerprint(self, base: Mapping[str, str]) -> str:
         """Digest of all that a restart would change: a process with another one is replaced, not adopted."""
@@ -109,7 +111,7 @@ def stages(home: Home, stack: Stack, keys: Mapping[str, str], settings: Settings
         [_prepare(stack)] if stack.has("prepare") else [],
         [
             *(_engines(home, stack) if stack.has("vllm") else []),
-            *(_role(home, role) for role in ROLES if stack.has(role)),
+            *(_role(home, role, settings) for role in ROLES if stack.has(role)),
         ],
     ]
     return [stage for stage in wanted if stage]
@@ -165,6 +167,8 @@ def _docker(docker_host: str) -> Part:
         argv=(dockerd or "dockerd", "--live-restore"),
         check=health.docker(address),
         address=address,
+        # dockerd takes a containerd that nobody has reaped for a living one, and waits 15 s for its answer.
+        pid_file=Path("/var/run/docker/containerd/containerd.pid"),
         # Sandboxes outlive a daemon that ends (live-restore), so ending it costs no episode.
         stop_s=30.0,
         elsewhere=True,
@@ -198,11 +202,12 @@ def _engines(home: Home, stack: Stack) -> list[Part]:
     return parts
 
 
-def _role(home: Home, role: str) -> Part:
+def _role(home: Home, role: str, settings: Settings) -> Part:
     file = home.health / role
+    ranked = role == "trainer" and settings.trainer_processes > 1
     return Part(
         name=role,
-        argv=(sys.executable, "-m", "workers.roles", role),
+        argv=(sys.executable, "-m", "workers.ranked") if ranked else (sys.executable, "-m", "workers.roles", role),
         env=_threads(role),
         check=health.heartbeat(file),
         # Importing torch on a busy machine takes its time.

@@ -1,4 +1,5 @@
-"""What must be true before a worker starts: the schema is current, the bucket exists, histories are kept for 30 days.
+"""What must be true before a worker starts: the schema is current, the bucket exists, histories are kept for 30 days,
+the janitor has its schedule.
 
 Run by the supervisor as `python -m workers.stack.prepare [--retention]` with the stack's settings; safe to run again at
 any time. Retention is set only on a Temporal server of our own.
@@ -6,12 +7,15 @@ any time. Retention is set only on a Temporal server of our own.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 import time
 
 from workers.settings import Settings
 from workers.stack.parts import tool
+from workers.temporal import connect
 
 RETENTION = "720h"
 NAMESPACE_S = 30.0
@@ -23,6 +27,7 @@ def main() -> None:
     _bucket(settings)
     if "--retention" in sys.argv[1:]:
         _retention(settings)
+    _schedule(settings)
 
 
 def _migrate(settings: Settings) -> None:
@@ -57,5 +62,17 @@ def _retention(settings: Settings) -> None:
         time.sleep(0.5)
 
 
+def _schedule(settings: Settings) -> None:
+    from workers.stack.schedule import ensure_schedule
+
+    async def ensure() -> None:
+        await ensure_schedule(await connect(settings, role="prepare"))
+
+    asyncio.run(ensure())
+
+
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    # The SDK's threads can abort the interpreter at its normal exit.
+    os._exit(0)

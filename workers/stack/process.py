@@ -153,3 +153,11 @@ def _session(session: int) -> Iterator[Process]:
         stat = _stat(int(entry.name))
         if stat is not None and stat.session == session and stat.state not in "ZX":
             yield Process(pid=int(entry.name), started=stat.started, boot=boot_id())
+
+
+def forget_dead(pid_file: Path) -> None:
+    """Remove a file that names a process which is gone, or dead and not reaped."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = _stat(int(pid_file.read_text()))
+        if stat is None or stat.state in "ZX":
+            pid_file.unlink()

@@ -20,6 +20,7 @@ from workers.stack.health import Health
 from workers.stack.parts import Part
 from workers.stack.process import (
     Process,
+    forget_dead,
     kill_leftovers,
     read_pid_file,
     spawn,
@@ -108,6 +109,8 @@ class Runner:
     def _start(self) -> None:
         if self.part.heartbeat is not None:
             self.part.heartbeat.unlink(missing_ok=True)
+        if self.part.pid_file is not None:
+            forget_dead(self.part.pid_file)
         try:
             self._process, self._child = spawn(
                 self.part.argv, env=self._env, cwd=self._cwd, log=self._log, fingerprint=self._fingerprint

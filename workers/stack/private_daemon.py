@@ -1,4 +1,7 @@
-"""A Docker daemon of the tests' own, in its own network name space: it can be killed without hurting anybody."""
+"""A Docker daemon of one's own, in its own network name space: it can be killed without hurting anybody.
+
+Owns its processes, its folder and its mounts, all of which `stop` takes away. For tests and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+DEFAULT_SOCKET = Path("/var/run/docker.sock")
 
 
 def answers(path: Path) -> bool:
@@ -26,6 +33,27 @@ def may_start_one() -> bool:
     return os.geteuid() == 0 and all(shutil.which(name) for name in ("dockerd", "containerd", "unshare"))
 
 
+class NoDaemon(Exception):
+    """There is none to be had, in words for a person."""
+
+
+@contextmanager
+def some_daemon(asked: str) -> Iterator[str]:
+    """The address of a daemon: `asked` where it is not empty, the machine's where that answers, or one of our own for
+    as long as the block lasts. Raises NoDaemon."""
+    if asked or answers(DEFAULT_SOCKET):
+        yield asked
+    elif may_start_one():
+        daemon = PrivateDaemon()
+        daemon.start()
+        try:
+            yield daemon.host
+        finally:
+            daemon.stop()
+    else:
+        raise NoDaemon("no Docker daemon answers and this user can't start one")
+
+
 class PrivateDaemon:
     """`start` it, `kill` it as a crash would, `start` it again; `stop` for good."""
 
@@ -41,7 +69,14 @@ class PrivateDaemon:
         log = (self._folder / "log").open("ab")
         containerd_socket = self._folder / "containerd.sock"
         if self._containerd is None:
-            containerd = ["--root", f"{self._folder}/c", "--state", f"{self._folder}/s", "--address", containerd_socket]
+            containerd = [
+                "--root",
+                f"{self._folder}/c",
+                "--state",
+                f"{self._folder}/s",
+                "--address",
+                str(containerd_socket),
+            ]
             self._containerd = subprocess.Popen(["containerd", *containerd], stdout=log, stderr=log)
         options = {
             "--host": self.host,

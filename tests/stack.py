@@ -1,7 +1,8 @@
-"""One real stack for all end-to-end tests: its own state folder and ports, the tiny policy, everything real."""
+"""One real stack for the end-to-end and the chaos tests: its own folder and ports, the tiny policy, all real."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -10,16 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine
 
+from activities.sandbox.boxes import CONTAINER, Boxes
 from storage.database import open_database
+from storage.objects import ObjectStore
 
 BIN = Path(sys.executable).parent
-PROJECT = Path(__file__).resolve().parents[2]
+DISK_MB = 1024
+ENGINES = int(os.environ.get("CHAOS_ENGINES", "1"))
+PROJECT = Path(__file__).resolve().parents[1]
 
 
 class Stack:
@@ -48,7 +54,7 @@ class Stack:
 
     def up(self) -> None:
         ports = [item for name, port in self.ports.items() for item in (f"--{name}-port", str(port))]
-        self.ratchet("up", "--engines", "1", *ports)
+        self.ratchet("up", "--engines", str(ENGINES), *ports)
 
     def start(self, run: str, config: dict[str, Any]) -> None:
         path = self.home / f"{run}.json"
@@ -84,9 +90,13 @@ class Stack:
         status, message = self.closed(run)
         assert status == "COMPLETED", f"{run}: {status} {message}"
 
+    def supervised(self) -> dict[str, Any]:
+        """What the supervisor says of its parts. Its own file: asking by command costs a second of a busy core."""
+        told: dict[str, Any] = json.loads((self.home / "status.json").read_text())
+        return told
+
     def pid(self, part: str) -> int | None:
-        parts = json.loads(self.ratchet("status", "--json", check=False).stdout)["parts"]
-        found: int | None = next(item["pid"] for item in parts if item["name"] == part)
+        found: int | None = next(item["pid"] for item in self.supervised()["parts"] if item["name"] == part)
         return found
 
     def kill(self, part: str) -> None:
@@ -97,9 +107,35 @@ class Stack:
     def database(self) -> Engine:
         return open_database(f"sqlite:///{self.home / 'ratchet.db'}")
 
+    def store(self) -> ObjectStore:
+        keys = json.loads((self.home / "secrets.json").read_text())
+        return ObjectStore.connect(
+            endpoint=f"http://127.0.0.1:{self.ports['s3']}",
+            bucket="ratchet",
+            region="us-east-1",
+            access_key=keys["s3_access_key"],
+            secret_key=keys["s3_secret_key"],
+        )
+
     def containers(self, run: str) -> list[str]:
-        out = self.run("docker", "ps", "-aq", "--filter", f"label=ratchet.run={run}")
-        return out.stdout.split()
+        """Those of the run: what was started for it, and what its sandboxes' folders name."""
+        out = self._docker_ps(run, "{{.ID}}")
+        return out.split() + [labels.get(CONTAINER, name) for name, labels in self.sandboxes(run).items()]
+
+    def listed(self, run: str) -> str:
+        """What the daemon says of the run's containers, with their labels."""
+        return self._docker_ps(run, "{{.Names}} {{.Status}} {{.Labels}}")
+
+    def _docker_ps(self, run: str, shown: str) -> str:
+        """Of this stack's containers: the daemon's folder outlives a stack that was killed with its run."""
+        stack = hashlib.sha256(str(self.home.resolve()).encode()).hexdigest()[:12]
+        labels = ["--filter", f"label=ratchet.run={run}", "--filter", f"label=ratchet.stack={stack}"]
+        return self.run("docker", "ps", "-a", *labels, "--format", shown).stdout
+
+    def sandboxes(self, run: str) -> dict[str, dict[str, str]]:
+        """The labels of the run's sandboxes, by id."""
+        found = Boxes(self.home / "sandboxes").all(0.0)
+        return {name: folder.labels for name, folder in found.items() if folder.labels.get("ratchet.run") == run}
 
 
 def free_ports(count: int) -> list[int]:
@@ -123,19 +159,50 @@ def wait_for(condition: Callable[[], bool], seconds: float, describe: Callable[[
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     made = Stack(tmp_path_factory.mktemp("stack") / "home")
     made.home.mkdir()
-    made.up()
+    with small_disk(made.home / "s3"):
+        made.up()
+        try:
+            made.ratchet("bootstrap", "tiny", timeout=400)
+            yield made
+        finally:
+            made.ratchet("down", check=False)
+
+
+STEPS = int(os.environ.get("CHAOS_STEPS", "4"))
+
+
+@pytest.fixture(scope="session")
+def straight(stack: Stack) -> str:
+    """A synchronous run that nobody disturbs; it crosses continue-as-new at each step."""
+    stack.start("straight", straight_run())
+    stack.finish("straight", 3600)
+    return "straight"
+
+
+def straight_run() -> dict[str, Any]:
+    evaluation = {"tasks": 8 if "CHAOS_STEPS" not in os.environ else 0}
+    return small_run(mode="sync", continue_as_new_every=1, evaluation=evaluation, training={"steps": STEPS})
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """`folder` on a file system of its own where we may mount one: it can be filled without hurting anybody."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "ratchet-test", str(folder)]
+    mounted = os.geteuid() == 0 and subprocess.run(command, check=False).returncode == 0
     try:
-        made.ratchet("bootstrap", "tiny", timeout=400)
-        yield made
+        yield
     finally:
-        made.ratchet("down", check=False)
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def small_run(**changes: Any) -> dict[str, Any]:
-    """The demo's run, cut to a few small steps."""
+    """The demo's run, cut to a few small steps. The policy learns slowly: it would soon solve every task, and a step
+    would need ever more groups."""
     config: dict[str, Any] = json.loads((PROJECT / "examples/runs/shell.json").read_text())
     config["rollout"] |= {"group_size": 4, "groups_per_batch": 4, "refill": 4}
-    config["training"] |= {"steps": 3}
+    config["training"] |= {"steps": 3, "learning_rate": 1e-5, "final_learning_rate": 1.0}
     config["evaluation"] = {"tasks": 8}
     for name, value in changes.items():
         config[name] = config.get(name, {}) | value if isinstance(value, dict) else value

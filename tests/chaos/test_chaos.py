@@ -1,0 +1,171 @@
+"""A real run that is hit every few seconds, against the same run left alone.
+
+`make chaos` takes twenty minutes of hits (CHAOS_STEPS, CHAOS_EVERY, CHAOS_SEED, CHAOS_HITS, CHAOS_ENGINES); in
+`make test` it is a short form, one round of hits, in which each process dies once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from sqlmodel import col, select
+
+from storage.database import session
+from storage.tables import Batch, BatchMember, Episode, Turn
+from tests.account import assert_complete, seconds, weights
+from tests.chaos.hits import PROCESSES, Hits, parts_of
+from tests.chaos.schedule import draw_schedule
+from tests.stack import STEPS, Stack, straight_run, wait_for
+
+EVERY_S = float(os.environ.get("CHAOS_EVERY", "6"))
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
+MOST_HITS = int(os.environ.get("CHAOS_MOST", "12"))
+LEAST_HITS = int(os.environ.get("CHAOS_HITS", "5"))
+LEAST_RATIO = float(os.environ.get("CHAOS_RATIO", "0"))
+"""Least effective time ratio; 0 measures it only: a short run is all recovery."""
+LIMIT_S = 3600.0
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * LIMIT_S)]
+
+
+@dataclass
+class Account:
+    """What was done to the run, and what it cost."""
+
+    hits: list[tuple[float, str, str]]
+    attempts: set[str]
+    straight_s: float
+    run_s: float
+    restarts: Counter[str]
+    """By part."""
+    turns_lost: int
+    turns_lost_with_their_sandbox: int
+
+    @property
+    def ratio(self) -> float:
+        """Effective time ratio: what the run takes undisturbed, as a share of what it took."""
+        return self.straight_s / self.run_s
+
+    def __str__(self) -> str:
+        lines = [f"{at_s:7.1f} s  {kind:16} {what}" for at_s, kind, what in self.hits]
+        counts = ", ".join(f"{kind} {count}" for kind, count in sorted(Counter(k for _, k, _ in self.hits).items()))
+        return "\n".join(
+            [
+                "",
+                *lines,
+                f"hits                  {len(self.hits)} ({counts})",
+                f"restarts of parts     {self.restarts.total()}",
+                f"undisturbed           {self.straight_s:.0f} s",
+                f"under hits            {self.run_s:.0f} s",
+                f"effective time ratio  {self.ratio:.2f}",
+                f"turns lost            {self.turns_lost} while the sandbox lived,"
+                f" {self.turns_lost_with_their_sandbox} with a sandbox that was taken away",
+            ]
+        )
+
+
+@pytest.fixture(scope="module")
+def account(stack: Stack, straight: str) -> Account:
+    before = restarts(stack)
+    stack.start("chaos", straight_run() | {"evaluation": {"tasks": 0}})
+    wait_for(lambda: stack.status("chaos").get("groups_in_flight", 0) > 0, 200)
+    hits = Hits(stack, "chaos", SEED)
+    done = hit_until_the_end(stack, hits)
+    stack.finish("chaos", 600)
+    wait_for(lambda: stack.ratchet("status", check=False).returncode == 0, 120)
+    lived, died = turns_lost(stack, hits.attempts)
+    return Account(
+        hits=done,
+        attempts=hits.attempts,
+        straight_s=seconds(stack, straight),
+        run_s=seconds(stack, "chaos"),
+        restarts=restarts(stack) - before,
+        turns_lost=lived,
+        turns_lost_with_their_sandbox=died,
+    )
+
+
+def hit_until_the_end(stack: Stack, hits: Hits) -> list[tuple[float, str, str]]:
+    kinds = hits.kinds
+    began, done = time.monotonic(), []
+    for hit in draw_schedule(SEED, sorted(kinds), EVERY_S, PROCESSES):
+        while time.monotonic() - began < hit.at_s:
+            time.sleep(0.2)
+        if len(done) == MOST_HITS or stack.closed("chaos")[0] not in ("", "RUNNING"):
+            return done
+        what = land(kinds[hit.kind])
+        at_s = time.monotonic() - began
+        if what:
+            done.append((at_s, hit.kind, what))
+            print(f"{at_s:7.1f} s  {hit.kind:16} {what}", flush=True)
+        assert at_s < LIMIT_S, stack.status("chaos")
+    raise AssertionError("unreachable: the schedule has no end")
+
+
+def land(hit: Callable[[], str]) -> str:
+    """Hit as soon as there is something to hit, as a process that is being restarted or a sandbox; bounded."""
+    for _ in range(20):
+        if what := hit():
+            return what
+        time.sleep(0.5)
+    return ""
+
+
+def restarts(stack: Stack) -> Counter[str]:
+    return Counter({part["name"]: part["restarts"] for part in stack.supervised()["parts"]})
+
+
+def turns_lost(stack: Stack, taken: set[str]) -> tuple[int, int]:
+    """Turns of attempts that did not count: of those whose sandbox lived, and of those whose sandbox was taken."""
+    with session(stack.database()) as opened:
+        lost = opened.exec(
+            select(Turn.episode)
+            .join(Episode, col(Turn.episode) == Episode.id)
+            .where(Episode.run == "chaos", col(Episode.outcome).in_(["infra_failure", "unknown"]))
+        ).all()
+    return sum(episode not in taken for episode in lost), sum(episode in taken for episode in lost)
+
+
+def test_the_run_ends_complete_and_leaves_nothing(stack: Stack, account: Account) -> None:
+    print(account)
+    assert len(account.hits) >= LEAST_HITS
+    assert_complete(stack, "chaos", steps=STEPS)
+
+
+@pytest.mark.parametrize("part", PROCESSES)
+def test_the_run_survives_kill_9_of(stack: Stack, account: Account, part: str) -> None:
+    if part == "docker" and stack.pid(part) is None:
+        pytest.skip("the Docker daemon on this machine is not the stack's to kill")
+    assert part in {kind for _, kind, _ in account.hits}
+    assert sum(account.restarts[name] for name in parts_of(stack, part)) > 0
+
+
+def test_the_weights_are_those_of_the_run_left_alone(stack: Stack, straight: str, account: Account) -> None:
+    expected = weights(stack, straight)
+    assert len(set(expected)) == STEPS + 1, "every step changes the weights"
+    assert weights(stack, "chaos") == expected
+
+
+def test_no_failure_of_infrastructure_is_in_a_batch(stack: Stack, account: Account) -> None:
+    with session(stack.database()) as opened:
+        trained = opened.exec(
+            select(Episode.outcome, Episode.reward)
+            .join(BatchMember, col(BatchMember.episode) == Episode.id)
+            .join(Batch, col(BatchMember.batch) == Batch.id)
+            .where(Batch.run == "chaos")
+        ).all()
+    assert trained and {outcome for outcome, _ in trained} <= {"model_success", "model_failure"}
+    assert all(reward is not None for _, reward in trained)
+
+
+def test_no_turn_is_lost_while_its_sandbox_lives(account: Account) -> None:
+    assert account.turns_lost == 0
+
+
+def test_most_of_the_time_goes_into_the_run(account: Account) -> None:
+    assert account.ratio >= LEAST_RATIO

@@ -1,0 +1,117 @@
+"""A trainer of two processes under DeepSpeed's launcher: the same gradients as one, and the same resume to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from activities.lifetime import RANKED, launched_rank
+from activities.training import ranks
+from tests.training.worlds import World, Worlds, weights_of
+from workers.ranked import command
+from workers.stack.ports import free_ports
+
+HOW = {
+    "learning_rate": 0.5,
+    "warmup_steps": 0,
+    "max_grad_norm": 1e6,
+    "minibatches": 2,
+    "micro_batch_tokens": 64,
+}
+MOMENTUM = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
+"""A step moves the weights by the gradient, and the optimizer has a state all the same."""
+
+
+def asked(run: World, access: dict[str, str], **what: Any) -> dict[str, Any]:
+    return {**run.telling(access), "start": True, "score": [], "steps": [1, 2, 3], **what}
+
+
+def run_ranked(folder: Path, **runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What two processes did with each run in turn, by step its metrics; the weights lie in folders of the runs' names.
+    A run without an entry did not come to its end."""
+    folder.mkdir()
+    (folder / "asked.json").write_text(json.dumps(runs))
+    (port,) = free_ports(1)
+    launch = command(2, port, "tests.training.ranked_worker", str(folder / "asked.json"))
+    extra = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", RANKED), "1")
+    log = folder / "log"
+    with log.open("wb") as out:
+        subprocess.run([sys.executable, *launch], env=os.environ | extra, check=False, stdout=out, stderr=out)
+    done = {name: folder / name / "done.json" for name in runs}
+    for name, path in done.items():
+        assert path.is_file() or "dies_in" in runs[name], log.read_text()[-6000:]
+    return {name: json.loads(path.read_text()) for name, path in done.items() if path.is_file()}
+
+
+async def test_two_processes_make_the_steps_of_one_and_end_equal_to_the_bit_where_one_is_killed(
+    world: Worlds, s3_access: dict[str, str], tmp_path: Path
+) -> None:
+    """ZeRO 2 and 3; an odd number of micro-batches, so that one counts for nothing. SIGKILL of rank 1 between the
+    gradient steps of update 2 and its checkpoint: rank 0 ends with it, the next two processes make updates 2 and 3."""
+    straight, killed = {}, {}
+    expected, alone, apart = {}, {}, {}
+    for stage in ("2", "3"):
+        how = HOW | {"deepspeed": {"zero_optimization": {"stage": int(stage)}, **MOMENTUM}}
+        one, straight[stage], killed[stage] = world(**how), world(**how), world(**how)
+        await one.start()
+        for run in (one, straight[stage], killed[stage]):
+            for step in (1, 2, 3):
+                run.reserve(step)
+            run.close_groups(200, 201)
+        alone[stage], expected[stage] = await one.update(1), weights_of(one)
+        apart[stage] = (await one.score(alone[stage].checkpoint, 200, 201)).divergences
+
+    done = run_ranked(
+        tmp_path / "a", **{stage: asked(run, s3_access, score=[200, 201]) for stage, run in straight.items()}
+    )
+    for stage, made in done.items():
+        assert made["world_size"] == 2
+        first = load_file(tmp_path / "a" / stage / "1.safetensors")
+        assert first.keys() == expected[stage].keys()
+        for name, value in expected[stage].items():
+            assert float((first[name] - value).abs().max()) < 1e-6, (stage, name)
+        for name in ("loss", "grad_norm", "clip_share", "entropy", "padded_tokens", "off_policy/divergence"):
+            assert made["1"][name] == pytest.approx(alone[stage].metrics[name], rel=1e-4, abs=1e-7), (stage, name)
+        assert made["divergences"] == pytest.approx(apart[stage], rel=1e-3)
+
+    for stage, run in killed.items():
+        assert not run_ranked(tmp_path / f"b{stage}", **{stage: asked(run, s3_access, dies_in=2)})
+    again = run_ranked(
+        tmp_path / "c", **{stage: asked(run, s3_access, start=False, steps=[2, 3]) for stage, run in killed.items()}
+    )
+    for stage in killed:
+        assert [again[stage][step]["loss"] for step in "23"] == [done[stage][step]["loss"] for step in "23"]
+        first = load_file(tmp_path / "a" / stage / "1.safetensors")
+        whole, resumed = (load_file(tmp_path / which / stage / "3.safetensors") for which in "ac")
+        assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+        assert any(not torch.equal(whole[name], first[name]) for name in whole)
+
+
+def test_the_ranks_of_a_job_that_the_stack_was_started_in_are_not_the_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    assert launched_rank() is None and ranks.launched() == 1
+    monkeypatch.setenv(RANKED, "1")
+    assert launched_rank() == 3 and ranks.launched() == 8
+
+
+@given(st.integers(0, 40), st.integers(1, 8))
+def test_every_part_is_one_ranks_and_all_ranks_take_equally_many(count: int, processes: int) -> None:
+    patched = pytest.MonkeyPatch()
+    patched.setattr(ranks, "world_size", lambda: processes)
+    found = ranks.shares(count)
+    patched.undo()
+    assert len({len(part) for part in found}) == 1 and len(found) == processes
+    assert sorted(index for part in found for index in part if index >= 0) == list(range(count))

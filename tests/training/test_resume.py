@@ -1,0 +1,172 @@
+"""What a dead trainer leaves, and how another goes on from it: to the bit, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from activities.publication.manifest import read_manifest
+from activities.training import activities as training_activities
+from activities.training import ledger
+from storage.database import session
+from storage.tables import Batch
+from tests.training.worlds import Worlds, assert_equal, weights_of
+from workflows.errors import StorageError, TrainerError
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+async def test_a_resumed_run_is_equal_to_the_bit(world: Worlds, stage: int) -> None:
+    """Three updates straight, against one, death, and two."""
+    deepspeed = {"zero_optimization": {"stage": stage}}
+    straight, broken = world(deepspeed=deepspeed, minibatches=2), world(deepspeed=deepspeed, minibatches=2)
+    for run in (straight, broken):
+        await run.start()
+        for step in (1, 2, 3):
+            run.reserve(step)
+    expected = [await straight.update(step) for step in (1, 2, 3)]
+    got = [await broken.update(1)]
+    broken.restarted()
+    got += [await broken.update(2), await broken.update(3)]
+    for one, other in zip(expected, got, strict=True):
+        for name in ("loss", "grad_norm", "learning_rate", "entropy"):
+            assert one.metrics[name] == other.metrics[name], name
+    assert_equal(weights_of(straight), weights_of(broken))
+
+
+@pytest.mark.parametrize("seam", ["save_training_state", "commit", "half way"])
+async def test_a_worker_that_dies_within_an_update_redoes_it_from_the_last_checkpoint(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, seam: str
+) -> None:
+    whole, killed = world(minibatches=2), world(minibatches=2)
+    for run in (whole, killed):
+        await run.start()
+        run.reserve(1)
+    await whole.update(1)
+
+    def die(*_: object, **__: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        if seam == "commit":
+            patched.setattr(ledger, "commit", die)
+        elif seam == "half way":
+            patched.setattr("activities.training.engine.Trainer.end_update", die)
+        else:
+            patched.setattr(training_activities, seam, die)
+        with pytest.raises(RuntimeError, match="killed"):
+            await killed.update(1)
+    output = await killed.update(1)
+    assert_equal(weights_of(whole), weights_of(killed))
+    with session(killed.database) as opened:
+        batch = opened.get(Batch, f"{killed.run}/b1")
+    assert batch is not None and batch.fence == 2 and batch.checkpoint == output.checkpoint
+
+
+async def test_no_half_checkpoint_can_be_read_after_a_death_between_the_parts_of_an_upload(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world()
+    await run.start()
+    run.reserve(1)
+    put_file, sent = run.store.put_file, []
+
+    def put_one(key: str, *args: object, **kwargs: object) -> None:
+        if sent:
+            raise StorageError("connection lost")
+        sent.append(key)
+        put_file(key, *args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.store, "put_file", put_one)
+        with pytest.raises(StorageError):
+            await run.update(1)
+    names = [key for key, _ in run.store.keys(f"runs/{run.run}/state/")]
+    assert sent and names == [f"runs/{run.run}/state/s000000/f0000/manifest.json"]
+    assert not any((run.folder / "spool/trainer").iterdir())
+    output = await run.restarted().update(1)
+    assert {file.name for file in read_manifest(run.store, output.checkpoint).files} == {
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    }
+
+
+async def test_a_new_run_takes_over_weights_moments_and_warm_up_of_another(world: Worlds) -> None:
+    old, new = world(warmup_steps=3), world(warmup_steps=3)
+    await old.start()
+    old.reserve(1)
+    first = await old.update(1)
+    old.reserve(2)
+    expected = await old.update(2)
+    await new.start(first.checkpoint)
+    new.reserve(1)
+    with session(new.database) as opened:
+        batch = opened.get(Batch, f"{new.run}/b1")
+        assert batch is not None
+    assert new.service._trainer is not None and new.service._trainer.updates == 1
+    output = await new.update(1)
+    assert output.step == 1
+    assert output.metrics["learning_rate"] == expected.metrics["learning_rate"] > first.metrics["learning_rate"]
+
+
+async def test_another_world_size_is_refused_with_both_numbers_and_the_way_out(world: Worlds) -> None:
+    run = world()
+    started = await run.start()
+    manifest = read_manifest(run.store, started.checkpoint)
+    two = manifest.model_copy(update={"world_size": 2})
+    run.store.put("other/manifest.json", two.model_dump_json().encode())
+    way_out = "world size 2, this trainer has 1: start it with RATCHET_TRAINER_PROCESSES=2, or a new run"
+    with pytest.raises(TrainerError, match=way_out):
+        await run.start("other/manifest.json")
+
+
+async def test_a_state_without_its_optimizer_is_an_error_and_not_a_warning(world: Worlds) -> None:
+    run = world()
+    started = await run.start()
+    manifest = read_manifest(run.store, started.checkpoint)
+    torn = manifest.model_copy(update={"files": [file for file in manifest.files if "optim" not in file.name]})
+    run.store.put("torn/manifest.json", torn.model_dump_json().encode())
+    with pytest.raises(TrainerError, match="lacks zero_pp_rank_0"):
+        await run.start("torn/manifest.json")
+
+
+async def test_cancelled_work_stops_between_parts_and_the_next_try_is_clean(world: Worlds) -> None:
+    whole, run = world(micro_batch_tokens=32), world(micro_batch_tokens=32)
+    for item in (whole, run):
+        await item.start()
+        item.reserve(1)
+    await whole.update(1)
+    task = asyncio.create_task(run.update(1))
+    await asyncio.sleep(0.15)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await run.update(1)
+    assert_equal(weights_of(whole), weights_of(run))
+
+
+async def test_a_killed_process_leaves_a_run_that_another_finishes_to_the_bit(
+    world: Worlds, s3_access: dict[str, str]
+) -> None:
+    """SIGKILL between the upload of step 2's state and its manifest; this process makes steps 2 and 3."""
+    straight, killed = world(minibatches=2), world(minibatches=2)
+    await straight.start()
+    for run in (straight, killed):
+        for step in (1, 2, 3):
+            run.reserve(step)
+    expected = [await straight.update(step) for step in (1, 2, 3)][1:]
+    given = killed.telling(s3_access)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.training.killed_worker"], input=json.dumps(given), text=True, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert any((killed.folder / "spool/trainer").iterdir())
+    killed.restarted()
+    assert not any((killed.folder / "spool/trainer").iterdir())
+    got = [await killed.update(2), await killed.update(3)]
+    assert [item.metrics["loss"] for item in got] == [item.metrics["loss"] for item in expected]
+    assert_equal(weights_of(straight), weights_of(killed))

@@ -1,0 +1,100 @@
+"""The janitor's pass and its schedule over a real Temporal server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from temporalio.client import (
+    Client,
+    Schedule,
+    ScheduleHandle,
+    ScheduleOverlapPolicy,
+    ScheduleUpdate,
+    ScheduleUpdateInput,
+)
+
+from tests.workflows.conftest import unique
+from tests.workflows.fakes import World, final
+from workers.stack import schedule as schedule_module
+from workers.stack.schedule import JANITOR, ensure_schedule
+from workflows.contracts import FailureType, JanitorInput, Queue, Swept
+
+
+async def swept(client: Client, input: JanitorInput | None = None) -> tuple[Swept, Any]:
+    handle = await client.start_workflow(
+        "Janitor",
+        args=[input] if input else [],
+        id=unique("janitor"),
+        task_queue=Queue.CONTROL,
+        result_type=Swept,
+    )
+    return await asyncio.wait_for(handle.result(), 30), handle
+
+
+async def test_a_pass_counts_what_its_parts_removed_and_shows_it(temporal: Client, world: World) -> None:
+    report, handle = await swept(temporal)
+    assert report.removed == {"containers/terminated": 2, "objects": 3, "runs_closed": 1, "uploads": 1}
+    assert report.bytes == 5_000_000 and not report.errors
+    details = str(await handle.query("__temporal_workflow_metadata"))
+    assert "containers/terminated 2" in details and "5.0 MB" in details
+
+
+@pytest.mark.parametrize("broken", ["close_gone_runs", "sweep_store", "sweep_host"])
+async def test_a_part_that_fails_stops_no_other_and_is_named(temporal: Client, world: World, broken: str) -> None:
+    def fail(name: str, message: Any) -> None:
+        if name == broken:
+            raise final(FailureType.STORAGE, "the store is away")
+
+    world.fail = fail
+    report, handle = await swept(temporal)
+    assert len(report.removed) >= 2
+    assert len(report.errors) == 1 and report.errors[0].startswith(broken) and "the store is away" in report.errors[0]
+    assert "the store is away" in str(await handle.query("__temporal_workflow_metadata"))
+
+
+async def test_every_host_is_swept_by_the_worker_of_its_own_queue(temporal: Client, world: World) -> None:
+    await swept(temporal, JanitorInput(sandbox_queues=[Queue.EPISODES, Queue.TRAINING], sandbox_grace_s=7))
+    assert [message.sandbox_grace_s for message in world.calls["sweep_host"]] == [7, 7]
+
+
+@pytest_asyncio.fixture
+async def schedule(temporal: Client) -> AsyncIterator[ScheduleHandle]:
+    await ensure_schedule(temporal)
+    handle = temporal.get_schedule_handle(JANITOR)
+    yield handle
+    await handle.delete()
+
+
+async def test_the_schedule_makes_passes_that_never_overlap(
+    temporal: Client, world: World, schedule: ScheduleHandle
+) -> None:
+    description = await schedule.describe()
+    assert description.schedule.policy.overlap is ScheduleOverlapPolicy.SKIP
+    assert description.schedule.policy.catchup_window == timedelta(minutes=1)
+    await schedule.trigger()
+    async with asyncio.timeout(20):
+        while not world.calls["sweep_host"]:
+            await asyncio.sleep(0.05)
+    (message,) = world.calls["sweep_host"]
+    assert message == JanitorInput()
+
+
+async def test_the_schedule_is_brought_up_to_date_and_stays_paused(
+    temporal: Client, schedule: ScheduleHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(found: ScheduleUpdateInput) -> ScheduleUpdate:
+        changed: Schedule = found.description.schedule
+        changed.spec.intervals[0].every = timedelta(hours=3)
+        return ScheduleUpdate(changed)
+
+    await schedule.update(other)
+    await schedule.pause(note="maintenance")
+    await ensure_schedule(temporal)
+    found = (await schedule.describe()).schedule
+    assert [interval.every for interval in found.spec.intervals] == [schedule_module.EVERY]
+    assert found.state.paused and found.state.note == "maintenance"

@@ -1,0 +1,213 @@
+"""Messages of Episode, Group and Evaluation: what they are given, and what they report and record."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from workflows.contracts.base import Message, TaskRef
+from workflows.contracts.words import EpisodeKind, Outcome, ShortGroup, StopReason
+
+
+class RolloutLimits(Message):
+    """What one episode may use. Copied from the run's configuration into each episode."""
+
+    temperature: float = Field(gt=0)
+    max_turns: int
+    max_tokens_per_turn: int
+    max_tokens: int
+    context_length: int
+    step_timeout_s: float
+    time_budget_s: float
+    max_output_chars: int
+    malformed_reminders: int
+    generate_timeout_s: float = 600.0
+    """Seconds of one answer, its wait in the engine included, its wait for a place there not."""
+    failure_reward: float = 0.0
+    replay_on_loss: bool = False
+    """Whether a lost sandbox's journal is replayed into a fresh one, instead of giving the attempt up."""
+
+
+class EpisodeInput(Message):
+    run: str
+    group_id: str
+    index: int
+    attempt: int
+    kind: EpisodeKind
+    model: str
+    task: TaskRef
+    limits: RolloutLimits
+    seed: int
+    """Seed of this sibling; each turn derives its own. Independent of the attempt."""
+    priority: int = 0
+
+    @property
+    def episode_id(self) -> str:
+        return f"{self.group_id}/e{self.index}"
+
+    @property
+    def attempt_id(self) -> str:
+        return f"{self.episode_id}/a{self.attempt}"
+
+
+class TurnRecord(Message):
+    """One turn as lineage keeps it."""
+
+    turn: int
+    segment: str | None
+    engine: str = ""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cached_tokens: int = 0
+    min_version: int = 0
+    max_version: int = 0
+    finish_reason: str = ""
+    action: str = ""
+    """The start of the action, for people; the whole is in the segment."""
+    exit_code: int | None = None
+    timed_out: bool = False
+    output_digest: str = ""
+    """`ActOutput.output_digest` of the turn's command; empty where it ran none."""
+    generate_s: float = 0.0
+    act_s: float = 0.0
+    queue_s: float = 0.0
+
+
+class EpisodeRecord(Message):
+    """One attempt's end, as the Episode workflow reports it and as lineage stores it."""
+
+    attempt_id: str
+    episode_id: str
+    group_id: str
+    run: str
+    kind: EpisodeKind
+    task: TaskRef
+    attempt: int
+    outcome: Outcome
+    stop_reason: StopReason
+    reward: float | None
+    """None when the outcome is not valid."""
+    why: str = ""
+    """One sentence for a person."""
+    tampered: bool = False
+    image_id: str = ""
+    evidence: dict[str, str] = {}
+    """What was measured on the host when an ending had to be laid at the model's door or ours; empty for the rest."""
+    replays: int = 0
+    """Fresh sandboxes into which the attempt's journal was replayed after a loss."""
+    seed: int = 0
+    min_version: int | None = None
+    max_version: int | None = None
+    sampled_tokens: int = 0
+    sequence_tokens: int = 0
+    turns: list[TurnRecord] = []
+    queue_s: float = 0.0
+    boot_s: float = 0.0
+    generate_s: float = 0.0
+    act_s: float = 0.0
+    verify_s: float = 0.0
+    started_at: float = 0.0
+    """Seconds since the epoch, workflow time."""
+    ended_at: float = 0.0
+
+    @property
+    def valid(self) -> bool:
+        return self.outcome.valid
+
+    @property
+    def segments(self) -> list[str]:
+        return [turn.segment for turn in self.turns if turn.segment is not None]
+
+
+class EpisodeSummary(Message):
+    """What a group needs of an attempt: no per-turn records."""
+
+    attempt_id: str
+    outcome: Outcome
+    stop_reason: StopReason
+    reward: float | None
+    min_version: int | None
+    max_version: int | None
+    sampled_tokens: int
+    ended_at: float
+    replays: int = 0
+
+    @property
+    def valid(self) -> bool:
+        return self.outcome.valid
+
+
+class GroupInput(Message):
+    run: str
+    number: int
+    model: str
+    task: TaskRef
+    group_size: int
+    max_replacements: int
+    limits: RolloutLimits
+    seed: int
+    report_to: str
+    """Workflow id that gets the `group_done` signal."""
+    short_group: ShortGroup = ShortGroup.DROP
+    redundancy: int = 0
+    """Spare siblings: the first `group_size` valid ones to end are the group, the others are surplus."""
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.run}/g{self.number}"
+
+
+class GroupResult(Message):
+    """A closed group. `eligible` when it may train; otherwise `reason` says why not."""
+
+    group_id: str
+    number: int
+    task_id: str
+    members: list[str]
+    """Attempt ids of the valid siblings, in sibling order."""
+    rewards: list[float]
+    """Rewards of `members`, same order."""
+    eligible: bool
+    reason: str = ""
+    short: bool = False
+    """Closed with fewer valid siblings than `group_size`."""
+    min_version: int | None = None
+    max_version: int | None = None
+    outcomes: dict[str, int] = {}
+    """Endings of all attempts, replaced ones too; those that were still going when it closed are surplus."""
+    replaced: int = 0
+    sampled_tokens: int = 0
+    started_at: float = 0.0
+    closed_at: float = 0.0
+    first_sibling_at: float = 0.0
+    """When the first sibling ended; until `closed_at` the others kept it waiting."""
+
+
+class EvaluationInput(Message):
+    run: str
+    version: int
+    model: str
+    tasks: list[TaskRef]
+    samples_per_task: int
+    concurrency: int
+    limits: RolloutLimits
+    seed: int
+
+    @property
+    def evaluation_id(self) -> str:
+        return f"{self.run}/eval-v{self.version}"
+
+
+class EvaluationResult(Message):
+    version: int
+    episodes: int
+    """Valid episodes that the mean is over."""
+    mean_reward: float
+    by_kind: dict[str, float] = {}
+    """Mean reward per kind of task."""
+    excluded: int = 0
+    """Episodes that infrastructure took, after their replacements."""
+
+
+class EvaluationRecord(Message):
+    run: str
+    result: EvaluationResult
