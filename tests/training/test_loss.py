@@ -142,7 +142,7 @@ def test_the_kl_to_a_reference_is_never_negative_and_zero_for_the_reference_itse
     assert float(share.detach()) == pytest.approx(sum(terms) / denominator, abs=1e-12) and sum(terms) > 0
     share.backward()
     assert new.grad is not None and float(new.grad.abs().max()) > 0
-    assert float(loss.kl_loss(kind, new, new.detach(), rows, denominator=denominator)) == 0.0
+    assert float(loss.kl_loss(kind, new.detach(), new.detach(), rows, denominator=denominator)) == 0.0
 
 
 def test_a_mean_over_micro_batches_would_be_wrong_and_is_not_taken() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from temporalio import activity
@@ -85,6 +85,8 @@ class World:
         self.gate: asyncio.Event | None = None
         self.gated: Callable[[GenerateInput], bool] = lambda m: True
         """Which generations wait at the gate."""
+        self.hold: Callable[[GenerateInput], Awaitable[None]] | None = None
+        """Awaited by each generation before it answers."""
         self.verdicts: asyncio.Event | None = None
         """Verdicts wait for it, deaf to cancellation."""
         self.is_closed: Callable[[str], bool] = lambda group_id: True
@@ -229,6 +231,8 @@ class World:
         self._note("generate", message)
         if self.gate is not None and self.gated(message):
             await self.gate.wait()
+        if self.hold is not None:
+            await self.hold(message)
         return GenerateOutput(
             segment=f"{message.attempt_id}/t{message.turn}",
             action=self.actions(message),

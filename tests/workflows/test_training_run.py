@@ -19,6 +19,7 @@ from workflows.config import parse_run_config
 from workflows.contracts import (
     EngineInfo,
     FailureType,
+    GenerateInput,
     GroupResult,
     OpenRunOutput,
     Queue,
@@ -131,23 +132,46 @@ async def test_async_generates_during_the_update_but_no_batch_lags_more_than_all
 async def test_a_group_too_far_from_todays_policy_is_held_out_before_the_batch_and_another_takes_its_place(
     temporal: Client, world: World
 ) -> None:
-    """async: g2 and g3 are made under version 0; once version 1 is applied g2 turns out to be far from it."""
+    """async: g2 and g3 begin under version 0 and end under 1, from which g2 turns out to be far; g4 takes its place."""
+
+    async def hold(message: GenerateInput) -> None:
+        name = message.attempt_id.split("/")[1]
+        if name in ("g0", "g1"):
+            await begun.wait()
+        elif name in ("g2", "g3"):
+            second_turns.update({message.attempt_id} if message.turn else ())
+            if len(second_turns) == 4:
+                begun.set()
+            if message.turn:
+                await applied.wait()
+        elif name[0] == "g":
+            await scored.wait()
+
+    def note(name: str, message: Any) -> None:
+        if name == "apply" and message.version == 1:
+            applied.set()
+        if name == "score":
+            scored.set()
+
+    begun, applied, scored, second_turns = asyncio.Event(), asyncio.Event(), asyncio.Event(), set[str]()
+    world.hold, world.fail = hold, note
     world.divergence = lambda number: 0.6 if number == 2 else 0.1
     status = await (await start(temporal, run_json(mode="async", training={"steps": 4}))).result()
-    trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
-    scored = {number for message in world.calls["score"] for number in message.groups}
-    assert 2 not in trained and 2 in scored and len(trained) == 8
-    assert status.groups_dropped == {"beyond_divergence": 1}
+    batches = [[group.number for group in batch.groups] for batch in world.calls["reserve_batch"]]
+    assert sorted(batches[0]) == [0, 1] and min(batches[1]) == 3 and not any(2 in batch for batch in batches)
+    assert sorted(world.calls["score"][0].groups) == [2, 3] and [len(batch) for batch in batches] == [2] * 4
+    assert status.groups_dropped["beyond_divergence"] == 1
     for message in world.calls["score"]:
         assert message.checkpoint != "c0", "tokens of the trainer's own weights are not measured"
-    assert [batch.dropped for batch in world.calls["reserve_batch"] if batch.dropped] == [{"beyond_divergence": [2]}]
+    dropped = [batch.dropped["beyond_divergence"] for batch in world.calls["reserve_batch"] if batch.dropped]
+    assert dropped == [[2]]
 
 
 async def test_downweighted_groups_are_not_held_out(temporal: Client, world: World) -> None:
     world.divergence = lambda number: 9.0
     config = run_json(mode="async", training={"steps": 3, "on_stale": "downweight"})
     status = await (await start(temporal, config)).result()
-    assert not world.calls["score"] and not status.groups_dropped
+    assert not world.calls["score"] and "beyond_divergence" not in status.groups_dropped
 
 
 async def test_a_warning_of_the_trainer_reaches_the_status_and_goes_with_its_cause(
