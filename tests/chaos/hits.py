@@ -21,10 +21,10 @@ PROCESSES = ("engine", "rollout", "control", "trainer", "engines", "temporal", "
 
 
 class Hits:
-    """`attempts` are those whose sandbox was taken away."""
+    """On `run`. `attempts` are those whose sandbox was taken away."""
 
-    def __init__(self, stack: Stack, run: str, seed: int) -> None:
-        self._stack, self._run = stack, run
+    def __init__(self, stack: Stack, seed: int) -> None:
+        self._stack, self.run = stack, ""
         self._rng = random.Random(f"hits/{seed}")
         self.attempts: set[str] = set()
 
@@ -58,7 +58,7 @@ class Hits:
         """An agent's sandbox, taken away from outside."""
         agents = {
             labels.get(CONTAINER, name): labels["ratchet.attempt"]
-            for name, labels in self._stack.sandboxes(self._run).items()
+            for name, labels in self._stack.sandboxes(self.run).items()
             if labels["ratchet.kind"] == "agent"
         }
         if not agents:
