@@ -172,6 +172,12 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
+    checkpoint_every: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Updates per saved training state; a trainer that is lost makes those since the last one again.",
+    )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="Merged over the DeepSpeed JSON.")
 
 

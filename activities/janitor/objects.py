@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 from sqlmodel import Session, col, select
 
 from activities.janitor.rules import kept_versions, unreferenced
-from activities.publication.manifest import objects_prefix, read_manifest
+from activities.publication.manifest import objects_prefix, read_manifest, with_bases
 from activities.publication.retention import MANIFEST, Removed
 from storage import queries
 from storage.database import session
@@ -28,6 +28,7 @@ def sweep_run(store: ObjectStore, database: Engine, *, run: str, keep_last: int,
     manifests = _manifests(store, run)
     with session(database) as opened:
         referred = referred_manifests(opened, run=run, keep_last=keep_last)
+    referred = with_bases(store, referred & {item.key for item in manifests})
     gone = unreferenced(manifests, referred, before=before)[:MOST]
     stays = {item.key for item in manifests} - {item.key for item in gone}
     files = {file.key for key in sorted(stays) for file in read_manifest(store, key).files}

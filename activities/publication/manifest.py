@@ -41,7 +41,8 @@ class Canary(Message):
 
 
 class Manifest(Message):
-    """Files of one checkpoint; `kind` is `weights` (for engines) or `training_state` (for the trainer)."""
+    """Files of one checkpoint; `kind` is `weights` (for engines), `training_state` (for the trainer) or `redo`: a state
+    that was not saved, which is the state `base` after the updates on `batches`."""
 
     kind: str
     run: str
@@ -51,6 +52,10 @@ class Manifest(Message):
     files: list[ManifestFile]
     tensors: list[TensorInfo] = Field(default_factory=list)
     canary: Canary | None = None
+    base: str = ""
+    """Manifest key of the saved state that `redo` begins with."""
+    batches: list[str] = Field(default_factory=list)
+    """Ids of the batches that lead from there to this state, oldest first."""
 
     @property
     def digest(self) -> str:
@@ -110,6 +115,11 @@ def read_manifest(store: ObjectStore, key: str) -> Manifest:
         return Manifest.model_validate_json(store.get(key))
     except ValidationError as error:
         raise StorageError(f"{key}: not a manifest: {error}", retryable=False) from error
+
+
+def with_bases(store: ObjectStore, keys: set[str]) -> set[str]:
+    """`keys` and the manifests without which those that are not saved could not be made again."""
+    return keys | {base for key in keys if "/state/" in key and (base := read_manifest(store, key).base)}
 
 
 def download_files(store: ObjectStore, manifest: Manifest, folder: Path, *, progress: Callable[[int], None]) -> None:

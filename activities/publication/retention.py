@@ -1,6 +1,7 @@
 """Which weights and training states stay, and the removal of the rest. Called by `publish` once the newer one is there.
 
-Promises: the newest `keep_last` versions stay with the states that they came from; so does what an engine serves or may
+Promises: the newest `keep_last` versions stay with the states that they came from, or from which those can be made
+again; so does what an engine serves or may
 still be loading; a manifest goes before its objects, and an object only when no manifest that stays refers to it. What
 killed tries left behind is swept too: nothing of the run is being written between a publication and the next batch.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import Engine
 from sqlmodel import col, func, select
 
-from activities.publication.manifest import objects_prefix, read_manifest
+from activities.publication.manifest import objects_prefix, read_manifest, with_bases
 from storage.database import session
 from storage.objects import ObjectStore
 from storage.tables import Batch, EngineLoad, PolicyVersion, Publication
@@ -50,6 +51,7 @@ def remove_old(store: ObjectStore, database: Engine, *, run: str, keep_last: int
     kept = _kept_manifests(database, run, keep_last)
     if kept is None:
         return Removed()
+    kept = with_bases(store, kept & manifests)
     gone = sorted(manifests - kept)
     store.delete(gone)
     referred = {file.key for key in sorted(manifests & kept) for file in read_manifest(store, key).files}

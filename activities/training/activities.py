@@ -18,7 +18,7 @@ from temporalio import activity
 from activities.publication.manifest import training_state_key
 from activities.training import ledger
 from activities.training.batch import Trajectory, trajectory
-from activities.training.checkpoints import load_training_state, save_training_state
+from activities.training.checkpoints import load_training_state, note_state, save_training_state
 from activities.training.engine import Trainer
 from activities.training.scoring import divergences
 from activities.training.service import TrainerService
@@ -49,6 +49,7 @@ class TrainingActivities:
         self._store = store
         self._database = database
         self._spool = spool
+        trainer_service.redo = self._redo
 
     @activity.defn(name="start_trainer")
     async def start_trainer(self, message: TrainerInput) -> TrainerOutput:
@@ -124,7 +125,17 @@ class TrainingActivities:
         else:
             ledger.require_fence(self._database, message.batch_id, fence)
             key = training_state_key(message.run, message.step, fence)
-            self._save(trainer, message.run, message.step, key, work)
+            if message.step % config.training.checkpoint_every and message.step < config.training.steps:
+                note_state(
+                    self._store,
+                    run=message.run,
+                    step=message.step,
+                    key=key,
+                    before=before,
+                    batch_id=message.batch_id,
+                )
+            else:
+                self._save(trainer, message.run, message.step, key, work)
             lap("save")
             ledger.commit(
                 self._database,
@@ -136,6 +147,12 @@ class TrainingActivities:
             )
             self._service.holds(key)
         return _answer(ledger.batch_row(self._database, message.batch_id), config)
+
+    def _redo(self, trainer: Trainer, batch_id: str, config: RunConfig, work: Work) -> None:
+        """The step that a committed batch made, on the state that it began with."""
+        row = ledger.batch_row(self._database, batch_id)
+        batch = self._trajectories(ledger.members_of(self._database, batch_id), work)
+        make_update(trainer, batch, config=config, step=row.step, policy_version=row.policy_version, work=work)
 
     def _save(self, trainer: Trainer, run: str, step: int, key: str, work: Work) -> None:
         save_training_state(trainer, self._store, run=run, step=step, key=key, spool=self._spool, work=work)

@@ -1,4 +1,5 @@
-"""Training states in the object store: saved content-addressed with the manifest last, loaded whole or refused.
+"""Training states in the object store: saved content-addressed with the manifest last, loaded whole or refused; between
+saved ones, the batches that lead from one to the next.
 
 Called by the update and by whoever needs the trainer at a step, in the trainer's thread.
 """
@@ -46,8 +47,11 @@ def save_training_state(
 
 
 def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool: Path, work: Work) -> Manifest:
-    """Bring a freshly built trainer to the state `key`. Raises TrainerError (final) where it can't be taken over."""
-    manifest = read_manifest(store, key)
+    """Bring a freshly built trainer to the state `key`, or where that was not saved to the one that it is made from.
+    Returns the manifest of `key`. Raises TrainerError (final) where the state can't be taken over."""
+    asked = manifest = read_manifest(store, key)
+    if asked.kind == "redo":
+        manifest = read_manifest(store, asked.base)
     if manifest.kind != "training_state":
         raise TrainerError(f"{key} holds {manifest.kind}, not a training state", retryable=False)
     if manifest.world_size != trainer.world_size:
@@ -60,4 +64,20 @@ def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool
         work.check(f"downloading the state of step {manifest.step}")
         download_files(store, manifest, folder / TAG, progress=work.moved)
         everywhere(Trainer.load_state, trainer, folder)
-        return manifest
+        return asked
+
+
+def note_state(store: ObjectStore, *, run: str, step: int, key: str, before: str, batch_id: str) -> None:
+    """Write the manifest `key` of a state that is not saved: the state `before` and then the update on a batch."""
+    last = read_manifest(store, before)
+    redo = last.kind == "redo"
+    manifest = Manifest(
+        kind="redo",
+        run=run,
+        version=step,
+        step=step,
+        files=[],
+        base=last.base if redo else before,
+        batches=[*last.batches, batch_id],
+    )
+    write_manifest(store, key, manifest)

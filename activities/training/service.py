@@ -1,8 +1,8 @@
 """The one trainer of this process and the one thread in which it lives. Owns which state the trainer holds.
 
 Promises: work is done one piece after the other; a trainer is handed out only when it holds exactly the committed
-state that was asked for, from memory where it does, from the object store otherwise; half a step is never built upon.
-Called by the training and publication activities.
+state that was asked for, from memory where it does, otherwise from the object store and the batches recorded since;
+half a step is never built upon. Called by the training and publication activities.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from activities.training.transit import sweep_transit
 from activities.training.work import Work
 from storage.objects import ObjectStore
 from workflows.config import RunConfig
+from workflows.errors import TrainerError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -42,6 +43,8 @@ class TrainerService:
         self._built_for = ""
         self._holds = ""
         """Manifest key of the committed state that the trainer holds; empty while it holds none."""
+        self.redo: Callable[[Trainer, str, RunConfig, Work], None] = _nobody_redoes
+        """Makes the update on a committed batch again. Set by TrainingActivities, which reads batches."""
 
     async def call(self, function: Callable[[Work], Result]) -> Result:
         """Run `function` in the trainer's thread. When the activity is cancelled the work is told to stop."""
@@ -77,7 +80,10 @@ class TrainerService:
             return trainer
         work.check(f"loading {checkpoint}")
         trainer = self.fresh(config)
-        load_training_state(trainer, self._store, key=checkpoint, spool=self._spool, work=work)
+        manifest = load_training_state(trainer, self._store, key=checkpoint, spool=self._spool, work=work)
+        for batch_id in manifest.batches:
+            work.check(f"making the update on {batch_id} again")
+            self.redo(trainer, batch_id, config, work)
         self._holds = checkpoint
         return trainer
 
@@ -100,6 +106,10 @@ class TrainerService:
             everywhere(Trainer.close, self._trainer)
             self._trainer = None
             gc.collect()
+
+
+def _nobody_redoes(trainer: Trainer, batch_id: str, config: RunConfig, work: Work) -> None:
+    raise TrainerError(f"nobody in this process can make the update on {batch_id} again")
 
 
 def _identity(config: RunConfig) -> str:

@@ -113,6 +113,39 @@ async def test_a_new_run_takes_over_weights_moments_and_warm_up_of_another(world
     assert output.metrics["learning_rate"] == expected.metrics["learning_rate"] > first.metrics["learning_rate"]
 
 
+async def test_where_states_are_saved_less_often_the_recorded_batches_lead_on_to_the_bit(world: Worlds) -> None:
+    """Every third state is saved; the worker dies before and after each publication, and old states go."""
+    straight, broken = world(minibatches=2), world(minibatches=2, checkpoint_every=3)
+    broken.keep_last = 1
+    digests: dict[str, list[str]] = {straight.run: [], broken.run: []}
+    kinds, checkpoint = [], ""
+    for run in (straight, broken):
+        await run.start()
+        for step in range(1, 6):
+            run.reserve(step)
+            checkpoint = (await run.update(step)).checkpoint
+            if run is broken:
+                kinds.append(read_manifest(run.store, checkpoint).kind)
+                run.restarted()
+            digests[run.run].append((await run.publish(step, checkpoint)).digest)
+            if run is broken:
+                run.restarted()
+    assert kinds == ["redo", "redo", "training_state", "redo", "redo"]
+    assert digests[broken.run] == digests[straight.run] and len(set(digests[broken.run])) == 5
+    after = world(minibatches=2)
+    first = await after.start(resume=checkpoint)
+    assert (await after.publish(0, first.checkpoint)).digest == digests[straight.run][2], "the last one that was saved"
+
+
+async def test_the_last_state_of_a_run_is_saved_whatever_its_number(world: Worlds) -> None:
+    run = world(checkpoint_every=3, steps=2)
+    await run.start()
+    for step in (1, 2):
+        run.reserve(step)
+    kinds = [read_manifest(run.store, (await run.update(step)).checkpoint).kind for step in (1, 2)]
+    assert kinds == ["redo", "training_state"]
+
+
 async def test_another_world_size_is_refused_with_both_numbers_and_the_way_out(world: Worlds) -> None:
     run = world()
     started = await run.start()
