@@ -172,6 +172,13 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
+    lora_rank: int = Field(
+        0, ge=0, le=1024, description="Rank of a LoRA adapter that trains in place of the model; 0: the model trains."
+    )
+    lora_alpha: int = Field(0, ge=0, description="Its scale is alpha/rank; 0: twice the rank.")
+    lora_targets: list[str] = Field(
+        default_factory=list, description="Names of the layers with an adapter, as q_proj; none: all linear layers."
+    )
     checkpoint_every: int = Field(
         1,
         ge=1,

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from activities.publication.manifest import Canary, TensorInfo
+from activities.training.adapter import FOLDER, save_adapter
 from activities.training.batch import MicroBatch
 from activities.training.engine import Trainer
 from activities.training.ranks import everywhere
@@ -29,11 +30,15 @@ LEFT_OUT = ("*.safetensors.index.json", "*.bin.index.json", "trainer_state.json"
 
 
 def export_folder(trainer: Trainer, folder: Path) -> None:
-    """Write weights, configuration and tokenizer files into `folder`. Raises TrainerError (final) for wrong tensors."""
+    """Write weights, configuration and tokenizer files into `folder`, and below it the adapter where one trains; the
+    weights are whole all the same, so that an engine needs to know nothing of it. Raises TrainerError (final) for wrong
+    tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = everywhere(Trainer.weights, trainer)
     check_tensors(weights, trainer.tensors)
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if trainer.adapter_config:
+        save_adapter(everywhere(Trainer.adapter, trainer), trainer.adapter_config, folder / FOLDER)
     for pattern in COPIED:
         for path in sorted(trainer.folder.glob(pattern)):
             if path.is_file() and not any(path.match(other) for other in LEFT_OUT):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from activities.publication.manifest import TensorInfo
+from activities.training.adapter import adapter_tensors, config_of, merged, with_adapter
 from activities.training.batch import MicroBatch
 from activities.training.deepspeed_config import deepspeed_config
 from activities.training.logprobs import sampled_logprobs
@@ -57,6 +58,11 @@ class Trainer:
         self.vocab_size = int(model.config.vocab_size)
         self.parameters: int = sum(parameter.numel() for parameter in model.parameters())
         model.config.use_cache = False
+        self._adapter_scale, self.adapter_config = 0.0, dict[str, Any]()
+        if training.lora_rank:
+            model = with_adapter(model, training, folder)
+            self.adapter_config = config_of(model)
+            self._adapter_scale = self.adapter_config["lora_alpha"] / training.lora_rank
         if training.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._engine, *_ = deepspeed.initialize(
@@ -196,19 +202,28 @@ class Trainer:
         """The model's own tensors as they are served: on the CPU, contiguous, in the run's dtype, tied ones once.
 
         On the CPU they share the trainer's memory: use them before the next step."""
+        state = self._whole()
+        if self.adapter_config:
+            found = {item.name: merged(state, item.name, self._adapter_scale) for item in self.tensors if state}
+        else:
+            found = {item.name: state[item.name] for item in self.tensors if item.name in state}
+        return {
+            item.name: found[item.name].detach().to("cpu", getattr(torch, item.dtype)).contiguous()
+            for item in self.tensors
+            if item.name in found
+        }
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """The adapter's tensors, under PEFT's names; empty where the model itself trains."""
+        return adapter_tensors(self._whole()) if self.adapter_config else {}
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the module. Stage 3 gathers on rank 0; the others have nothing to say."""
         if self.half_done:
             raise TrainerError("half a step can't be exported")
-        whole = (
-            # Stage 3 gathers on rank 0; the others have nothing to say.
-            self._engine._zero3_consolidated_16bit_state_dict() or {}
-            if self.zero_stage == 3
-            else self.module.state_dict()
-        )
-        return {
-            item.name: whole[item.name].detach().to("cpu", getattr(torch, item.dtype)).contiguous()
-            for item in self.tensors
-            if item.name in whole
-        }
+        if self.zero_stage == 3:
+            return self._engine._zero3_consolidated_16bit_state_dict() or {}
+        return dict(self.module.state_dict())
 
     @classmethod
     def build(cls, folder: Path, training: TrainingConfig, seed: int) -> Trainer:

@@ -28,7 +28,7 @@ from storage.objects import MissingObject, ObjectStore
 from storage.tables import Batch, EngineLoad, PolicyVersion, Publication
 from tests.training.worlds import VOCABULARY, World, Worlds
 from workflows.contracts import PublishOutput
-from workflows.errors import StorageError, TrainerError
+from workflows.errors import InvalidConfig, StorageError, TrainerError
 
 
 async def step(run: World, number: int) -> PublishOutput:
@@ -75,6 +75,9 @@ async def test_what_is_published_is_a_model_that_gives_the_canarys_logprobs(worl
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, torch.float32),
         ({"deepspeed": {"zero_optimization": {"stage": 0}}}, torch.float32),
         ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"lora_rank": 4}, torch.float32),
+        ({"lora_rank": 4, "deepspeed": {"zero_optimization": {"stage": 3}}}, torch.float32),
+        ({"lora_rank": 4, "dtype": "bfloat16"}, torch.bfloat16),
     ],
 )
 async def test_every_arrangement_of_the_trainer_exports_whole_tensors_and_comes_back(
@@ -91,6 +94,32 @@ async def test_every_arrangement_of_the_trainer_exports_whole_tensors_and_comes_
     changed = load_file(second / "model.safetensors")
     assert any(not torch.equal(start[name], changed[name]) for name in start)
     assert json.loads((second / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+async def test_an_adapter_is_published_beside_the_whole_weights_that_it_makes(world: Worlds, tmp_path: Path) -> None:
+    """Loaded by PEFT on the model as it was, it gives the logits of what engines load."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = world(lora_rank=4, lora_alpha=12, lora_targets=["q_proj", "up_proj"], activation_checkpointing=True)
+    await run.start()
+    run.reserve(1)
+    checkpoint = (await run.update(1)).checkpoint
+    folder = downloaded(run, (await run.publish(1, checkpoint)).manifest, tmp_path / "v1")
+    source, served = load_file(run.policy / "model.safetensors"), load_file(folder / "model.safetensors")
+    changed = {name for name in served if not torch.equal(source[name], served[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "up_proj"}
+    plain = AutoModelForCausalLM.from_pretrained(run.policy)
+    with_adapter = PeftModel.from_pretrained(plain, folder / "adapter").eval()
+    ids = torch.arange(20)[None, :]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+        assert torch.allclose(with_adapter(ids).logits, expected, atol=1e-5)
+
+
+async def test_layers_that_the_model_lacks_are_named_with_those_that_it_has(world: Worlds) -> None:
+    with pytest.raises(InvalidConfig, match=r"lora_targets \['query'\].*q_proj"):
+        await world(lora_rank=4, lora_targets=["query"]).start()
 
 
 async def test_each_version_has_another_canary_and_shares_the_files_that_do_not_change(world: Worlds) -> None:

@@ -19,11 +19,11 @@ from tests.training.worlds import Worlds, assert_equal, weights_of
 from workflows.errors import StorageError, TrainerError
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-async def test_a_resumed_run_is_equal_to_the_bit(world: Worlds, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "lora_rank"), [(0, 0), (2, 0), (3, 0), (2, 4), (3, 4)])
+async def test_a_resumed_run_is_equal_to_the_bit(world: Worlds, stage: int, lora_rank: int) -> None:
     """Three updates straight, against one, death, and two."""
-    deepspeed = {"zero_optimization": {"stage": stage}}
-    straight, broken = world(deepspeed=deepspeed, minibatches=2), world(deepspeed=deepspeed, minibatches=2)
+    training = {"deepspeed": {"zero_optimization": {"stage": stage}}, "minibatches": 2, "lora_rank": lora_rank}
+    straight, broken = world(**training), world(**training)
     for run in (straight, broken):
         await run.start()
         for step in (1, 2, 3):
