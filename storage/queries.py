@@ -95,6 +95,7 @@ def put_group(opened: Session, *, run: str, result: GroupResult) -> None:
             members=result.members,
             replaced=result.replaced,
             short=result.short,
+            replay=result.replay,
             started_at=result.started_at,
             closed_at=result.closed_at,
         ),

@@ -64,6 +64,8 @@ class Group(SQLModel, table=True):
     replaced: int = 0
     short: bool = False
     """Closed with fewer valid siblings than the run's `group_size`."""
+    replay: str = Field("", sa_column_kwargs={"server_default": ""})
+    """The archived success that joined it, an attempt id; empty for most."""
     started_at: float
     closed_at: float
 
@@ -163,6 +165,15 @@ class BatchMember(SQLModel, table=True):
     batch: str = Field(foreign_key="batch.id", index=True)
     group_id: str
     position: int
+    advantage: float | None = None
+
+
+class Replay(SQLModel, table=True):
+    """One use of an archived success: it trained once more, with a later group of its task."""
+
+    batch: str = Field(primary_key=True, foreign_key="batch.id")
+    group_id: str = Field(primary_key=True)
+    episode: str = Field(foreign_key="episode.id", index=True)
     advantage: float | None = None
 
 

@@ -139,7 +139,7 @@ def _show_version(opened: Session, run: str, version: int) -> None:
 
 
 def _show_episode(opened: Session, episode_id: str) -> None:
-    from storage import queries
+    from storage import archive, queries
 
     episode, batch, versions = queries.episode_fate(opened, episode=episode_id)
     others = queries.attempts_of(opened, episode=episode.episode_id)
@@ -165,6 +165,8 @@ def _show_episode(opened: Session, episode_id: str) -> None:
         facts.add_row("batch", f"{batch.id} (step {batch.step}, {batch.state}, advantage {_cell(member.advantage)})")
         held = f"{versions[0]} and later, up to {versions[-1]}" if versions else batch.reason or "none yet"
         facts.add_row("in versions", held)
+    for use in archive.uses_of(opened, attempt=episode.id):
+        facts.add_row("replayed", f"{use.batch} with {use.group_id} (advantage {_cell(use.advantage)})")
     for other in others:
         if other.id != episode.id:
             facts.add_row("other attempt", f"{other.id}: {other.outcome}, {other.stop_reason}")

@@ -172,6 +172,16 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
+    replay_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="Largest share of a batch's episodes that are earlier successes of tasks that are seldom solved:"
+        " each joins a group of its task that has none. 0: off.",
+    )
+    replay_pass_rate: float = Field(
+        0.25, gt=0, le=1, description="The run's pass rate on a task up to which its successes are replayed."
+    )
     lora_rank: int = Field(
         0, ge=0, le=1024, description="Rank of a LoRA adapter that trains in place of the model; 0: the model trains."
     )
@@ -230,6 +240,9 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.groups_per_batch x {factor} is {self.capacity}: a run holds at most {MOST_GROUPS} groups"
             )
+        share, episodes = self.training.replay_share, self.rollout.groups_per_batch * self.rollout.group_size
+        if 0 < share * episodes / (1 - share) < 1:
+            raise ValueError(f"training.replay_share {share} of a batch of {episodes} episodes is less than one")
         least, most = self.rollout.min_off_policy_steps, self.rollout.max_off_policy_steps
         if least is not None and least > most:
             raise ValueError(f"rollout.min_off_policy_steps, {least}, must not be above max_off_policy_steps, {most}")

@@ -29,6 +29,7 @@ with workflow.unsafe.imports_passed_through():
         GroupInput,
         GroupResult,
         Outcome,
+        RecordedGroup,
         derive_seed,
     )
 
@@ -61,13 +62,14 @@ class Group:
             playing = asyncio.gather(*(self._sibling(index) for index in range(input.group_size + input.redundancy)))
             await self._until_closable(playing)
             result = self._closed()
-            await policies.call(
+            recorded = await policies.call_optional(
                 "record_group",
                 result,
-                type(None),
+                RecordedGroup,
                 policies.LINEAGE,
                 summary=f"{result.group_id}: {self._words(result)}",
             )
+            result = result.joined_by(recorded.replay if recorded is not None else "")
         except (asyncio.CancelledError, FailureError) as error:
             reason = "cancelled" if is_cancelled_exception(error) else f"failed: {error}"
             await self._report(self._without_members(reason))
@@ -177,4 +179,5 @@ class Group:
             await workflow.get_external_workflow_handle(self._input.report_to).signal("group_done", result)
 
     def _words(self, result: GroupResult) -> str:
-        return "eligible" if result.eligible else f"not eligible ({result.reason})"
+        joined = f", joined by {result.replay}" if result.replay else ""
+        return f"eligible{joined}" if result.eligible else f"not eligible ({result.reason})"

@@ -123,7 +123,8 @@ async def hold_out_divergent(run: str, carry: Carry, weighed: dict[int, int], sa
     while numbers := [
         group.number
         for group in carry.pool.next_batch(rules)
-        if group.min_version is not None and group.min_version < version and weighed.get(group.number) != version
+        if weighed.get(group.number) != version
+        and (group.replayed or (group.min_version is not None and group.min_version < version))
     ]:
         say(f"weighing {len(numbers)} groups of earlier versions")
         out = await policies.call(

@@ -37,6 +37,14 @@ class PoolRules(BaseModel):
     policy: PoolPolicy = PoolPolicy.OLDEST_FIRST
     cancel_surplus: bool = False
     """What is not in a batch when it is cut trains no more."""
+    group_size: int = 1
+    replay_share: float = 0.0
+    """Largest share of a batch's episodes that may be archived successes."""
+
+    def replays(self, groups: int) -> int:
+        """How many archived successes a batch of so many groups may hold, one to a group."""
+        most = self.replay_share * groups * self.group_size / (1 - self.replay_share)
+        return int(round(most, 6))
 
 
 class ReadyPool(BaseModel):
@@ -106,7 +114,7 @@ class ReadyPool(BaseModel):
         self._count(result)
         if result.eligible:
             times = (result.first_sibling_at, result.closed_at)
-            self.ready.append(PooledGroup(result.number, result.min_version, *times, result.short))
+            self.ready.append(PooledGroup(result.number, result.min_version, *times, result.short, bool(result.replay)))
             self.ready.sort(key=lambda group: group.number)
         else:
             self._drop(result.reason)
@@ -122,6 +130,12 @@ class ReadyPool(BaseModel):
         self.admitted_for_batch = max(0, self.admitted_for_batch - 1)
         if result.reason not in NO_EVIDENCE:
             self.without_valid += 1
+
+    def turn_away(self, rules: PoolRules) -> None:
+        """Groups that only an archived success would let train, beyond what a full batch may hold of them: they would
+        take the room of others."""
+        joined = [group.number for group in self.ready if group.replayed]
+        self.drop("no_signal", joined[rules.replays(rules.groups_per_batch) :])
 
     def drop_stale(self, rules: PoolRules, version: int) -> None:
         """Hold out groups whose oldest token is more than `max_off_policy_steps` versions behind the trainer."""
@@ -152,7 +166,17 @@ class ReadyPool(BaseModel):
         return count >= rules.groups_per_batch or (count > 0 and self.spent(rules))
 
     def _next(self, rules: PoolRules) -> list[PooledGroup]:
-        """What a batch may take now, in the policy's order."""
+        """What a batch may take now, in the policy's order: of the groups that an archived success has joined no more
+        than the share allows, the others wait."""
+        found = self._in_order(rules)
+        taken = min(len(found), rules.groups_per_batch)
+        while sum(group.replayed for group in found) > (most := rules.replays(taken)):
+            late = {group.number for group in [group for group in found if group.replayed][most:]}
+            found = [group for group in found if group.number not in late]
+            taken = min(len(found), rules.groups_per_batch)
+        return found
+
+    def _in_order(self, rules: PoolRules) -> list[PooledGroup]:
         match rules.policy:
             case PoolPolicy.OLDEST_FIRST:
                 return self.ready

@@ -65,6 +65,8 @@ class Carry(BaseModel):
             waves=sync and not oversampled,
             policy=rollout.pool_policy,
             cancel_surplus=oversampled,
+            group_size=rollout.group_size,
+            replay_share=self.config.training.replay_share,
         )
 
     @property
@@ -98,6 +100,7 @@ class Carry(BaseModel):
         surplus = result.number in self.pool.surplus
         if not self.pool.close(result):
             return False
+        self.pool.turn_away(self.rules)
         self.pool.mark(self.rules, now)
         self.outcomes = dict(Counter(self.outcomes) + Counter(result.outcomes))
         if surplus:

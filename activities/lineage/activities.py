@@ -16,7 +16,7 @@ from sqlalchemy import Engine
 from sqlmodel import Session
 from temporalio import activity
 
-from storage import finish_order, queries
+from storage import archive, finish_order, queries
 from storage.database import session
 from storage.groups import batch_reward, trainable
 from storage.objects import ObjectStore
@@ -37,6 +37,7 @@ from workflows.contracts import (
     PickTasksInput,
     PickTasksOutput,
     QuarantineInput,
+    RecordedGroup,
     ReserveBatchInput,
     ReserveBatchOutput,
     RunProgress,
@@ -208,9 +209,16 @@ class LineageActivities:
         await self._write(lambda opened: queries.put_episode(opened, record=message))
 
     @activity.defn(name="record_group")
-    async def record_group(self, message: GroupResult) -> None:
+    async def record_group(self, message: GroupResult) -> RecordedGroup:
+        """Write the group's row; an archived success may join it."""
         run = message.group_id.rpartition("/")[0]
-        await self._write(lambda opened: queries.put_group(opened, run=run, result=message))
+
+        def work(opened: Session) -> RecordedGroup:
+            replay = archive.replay_for(opened, run=run, result=message)
+            queries.put_group(opened, run=run, result=message.joined_by(replay))
+            return RecordedGroup(replay=replay)
+
+        return await self._write(work)
 
     @activity.defn(name="record_quarantine")
     async def record_quarantine(self, message: QuarantineInput) -> None:
@@ -241,6 +249,7 @@ class LineageActivities:
                 groups=groups,
                 wait=wait,
             )
+            archive.use(opened, batch_id=message.batch_id, group_ids=[group.group_id for group in groups])
             reward = batch_reward(opened, batch_id=message.batch_id)
             return ReserveBatchOutput(batch_id=message.batch_id, episodes=episodes, reward=reward, wait=wait)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -164,7 +165,7 @@ class TrainingActivities:
             read = list(readers.map(lambda item: [self._segment(key) for key in item.segments], members))
         try:
             return [
-                trajectory(item.attempt_id, item.group_id, item.reward, segments)
+                replace(trajectory(item.attempt_id, item.group_id, item.reward, segments), replayed=item.replayed)
                 for item, segments in zip(members, read, strict=True)
             ]
         except ValueError as error:

@@ -37,6 +37,8 @@ class Trajectory:
     logprobs: NDArray[np.float64]
     temperatures: NDArray[np.float64]
     versions: NDArray[np.int64]
+    replayed: bool = False
+    """An archived success that joined the group: it counts as a sibling, but not as the policy's own doing."""
 
     @property
     def sequence_tokens(self) -> int:

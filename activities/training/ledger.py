@@ -6,11 +6,12 @@ Called by `update`, in the trainer's thread.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Engine
 from sqlmodel import Session, col, select, update
 
+from storage.archive import uses_in
 from storage.database import session
 from storage.groups import trainable
 from storage.tables import VOID, Batch, BatchMember, Episode, Group, Turn
@@ -28,6 +29,8 @@ class Member:
     group_id: str
     reward: float
     segments: list[str]
+    replayed: bool = False
+    """An archived success, which trained before: `attempt_id` then names this use of it."""
 
 
 def batch_row(database: Engine, batch_id: str) -> Batch:
@@ -55,6 +58,8 @@ def members_of(database: Engine, batch_id: str) -> list[Member]:
             .order_by(col(BatchMember.position), col(BatchMember.episode))
         ).all()
         members = _members(opened, [(member.group_id, episode) for member, episode in rows], f"batch {batch_id}")
+        uses = [(use.group_id, use.episode) for use in uses_in(opened, batch_id=batch_id)]
+        members += _replayed(opened, uses, f"batch {batch_id}")
     if not members:
         raise TrainerError(f"batch {batch_id} has no members", retryable=False)
     return members
@@ -65,7 +70,23 @@ def members_of_group(database: Engine, group_id: str) -> list[Member]:
     with session(database) as opened:
         attempts = trainable(opened, group_id=group_id).members
         rows = opened.exec(select(Episode).where(col(Episode.id).in_(attempts)).order_by(col(Episode.id))).all()
-        return _members(opened, [(group_id, episode) for episode in rows], group_id)
+        members = _members(opened, [(group_id, episode) for episode in rows], group_id)
+        group = opened.get(Group, group_id)
+        uses = [(group_id, group.replay)] if group is not None and group.replay else []
+        return members + _replayed(opened, uses, group_id)
+
+
+def _replayed(opened: Session, uses: list[tuple[str, str]], owner: str) -> list[Member]:
+    """Archived successes as members of the groups that they joined. Raises as `members_of`."""
+    episodes = opened.exec(select(Episode).where(col(Episode.id).in_([attempt for _, attempt in uses]))).all()
+    by_id = {episode.id: episode for episode in episodes}
+    found = _members(opened, [(group_id, by_id[attempt]) for group_id, attempt in uses], owner)
+    return [replace(item, attempt_id=_use(item.attempt_id, item.group_id), replayed=True) for item in found]
+
+
+def _use(attempt_id: str, group_id: str) -> str:
+    """Name of an archived success within the group that it joined: it may be in a batch more than once."""
+    return f"{attempt_id}@{group_id}"
 
 
 def _members(opened: Session, rows: list[tuple[str, Episode]], owner: str) -> list[Member]:
@@ -150,6 +171,9 @@ def _close(
                 opened.exec(
                     update(BatchMember).where(col(BatchMember.episode) == attempt_id).values(advantage=advantage)
                 )
+            for use in uses_in(opened, batch_id=batch_id):
+                use.advantage = advantages.get(_use(use.episode, use.group_id))
+                opened.add(use)
     if not done.rowcount:
         raise _fenced(batch_id, fence, batch_row(database, batch_id))
 

@@ -81,11 +81,15 @@ def _scores(
 
 
 def group_divergences(batch: list[Trajectory], proximal: list[torch.Tensor]) -> dict[str, float]:
-    """By group, the mean k3 divergence in nats between the policy that made its tokens and the present weights."""
-    by_group: dict[str, list[torch.Tensor]] = defaultdict(list)
+    """By group, the mean k3 divergence in nats between the policy that made its tokens and the present weights; that of
+    an archived success which joined it where that is larger."""
+    by_group: dict[tuple[str, bool], list[torch.Tensor]] = defaultdict(list)
     for item, policy_N in zip(batch, proximal, strict=True):
-        by_group[item.group_id].append(k3(policy_N, behaviour_of(item)))
-    return {group_id: float(torch.cat(parts).mean()) for group_id, parts in by_group.items()}
+        by_group[item.group_id, item.replayed].append(k3(policy_N, behaviour_of(item)))
+    found: dict[str, float] = {}
+    for (group_id, _), parts in by_group.items():
+        found[group_id] = max(float(torch.cat(parts).mean()), found.get(group_id, 0.0))
+    return found
 
 
 def stale_weights(divergences: dict[str, float], training: TrainingConfig) -> dict[str, float]:

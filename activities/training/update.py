@@ -218,11 +218,12 @@ def decay(final: float, step: int, steps: int) -> float:
 
 
 def _batch_metrics(batch: list[Trajectory], advantages: dict[str, float]) -> dict[str, float]:
-    rewards = np.array([item.reward for item in batch])
+    rewards = np.array([item.reward for item in batch if not item.replayed])
     values = np.array([advantages[item.attempt_id] for item in batch])
     return {
         "episodes": float(len(batch)),
         "groups": float(len(_groups(batch))),
+        "replayed": float(sum(item.replayed for item in batch)),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "advantage/mean": float(values.mean()),

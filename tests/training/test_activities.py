@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sqlmodel import select
+from sqlmodel import col, select
 
 from activities.training import activities as training_activities
 from activities.training import ledger
 from activities.training.engine import Trainer
+from storage import archive
 from storage.database import session
-from storage.tables import Batch, BatchMember, Group, PolicyVersion
+from storage.tables import Batch, BatchMember, Episode, Group, PolicyVersion
 from tests.training.worlds import World, Worlds, assert_equal, weights_of
 from workflows.config import TrainingConfig
 from workflows.errors import FencedError, TrainerError
@@ -90,6 +91,45 @@ async def test_scoring_tells_each_groups_distance_from_a_state_and_changes_nothi
     assert (await run.score(updated.checkpoint, 100)).divergences != [found[0]], "of the state that was asked for"
     assert (await run.score(started.checkpoint, 100)).divergences == [found[0]]
     assert (await run.update(2)).step == 2, "the trainer goes on from its committed state"
+
+
+async def test_an_archived_success_trains_as_a_sibling_of_the_group_that_it_joined(world: Worlds) -> None:
+    """g200 has no success of its own; one of g100, made by a policy that is far away, joins it."""
+    run = world()
+    await run.start()
+    run.reserve(1, shift=-1.5)
+    first = await run.update(1)
+    run.reserve(2)
+    run.close_groups(200, 201)
+    archived = f"{run.run}/g100/e0/a1"
+    with session(run.database) as opened:
+        for index in range(4):
+            episode = opened.get(Episode, f"{run.run}/g200/e{index}/a1")
+            assert episode is not None
+            episode.reward, episode.outcome = 0.0, "model_failure"
+            opened.add(episode)
+        trained_before = opened.get(BatchMember, archived)
+    alone = (await run.score(first.checkpoint, 200)).divergences
+    with session(run.database) as opened:
+        group = opened.get(Group, f"{run.run}/g200")
+        assert group is not None
+        group.replay = archived
+        opened.add(group)
+    assert (await run.score(first.checkpoint, 200)).divergences[0] > alone[0] + 0.1
+    with session(run.database) as opened:
+        assert archive.use(opened, batch_id=f"{run.run}/b2", group_ids=[f"{run.run}/g200", f"{run.run}/g201"]) == 1
+    output = await run.update(2)
+    with session(run.database) as opened:
+        (use,) = archive.uses_in(opened, batch_id=f"{run.run}/b2")
+        siblings = opened.exec(select(BatchMember).where(BatchMember.group_id == f"{run.run}/g200")).all()
+        names = [f"{run.run}/g200", f"{run.run}/g201"]
+        fresh = opened.exec(select(Episode).where(col(Episode.group_id).in_(names))).all()
+        assert opened.get(BatchMember, archived) == trained_before, "what it was in its own batch stays"
+    assert output.metrics["replayed"] == 1 and output.metrics["episodes"] == 9
+    assert output.metrics["reward_mean"] == pytest.approx(sum(one.reward or 0 for one in fresh) / 8)
+    assert use.advantage is not None and use.advantage > 0
+    (shared,) = {member.advantage for member in siblings}
+    assert shared is not None and 4 * shared + use.advantage == pytest.approx(0, abs=1e-9)
 
 
 async def test_a_mismatch_between_the_two_limits_is_a_warning_that_a_retry_repeats(world: Worlds) -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -214,7 +215,7 @@ class Course:
             )
 
     def trajectories(self) -> list[Trajectory]:
-        trains = TrainingActivities(None, self.store, self.database, Path())  # type: ignore[arg-type]
+        trains = TrainingActivities(SimpleNamespace(), self.store, self.database, Path())  # type: ignore[arg-type]
         return trains._trajectories(ledger.members_of(self.database, f"{self.run}/b1"), Work())
 
 

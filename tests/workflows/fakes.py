@@ -43,6 +43,7 @@ from workflows.contracts import (
     PublishInput,
     PublishOutput,
     QuarantineInput,
+    RecordedGroup,
     ReleaseInput,
     ReserveBatchInput,
     ReserveBatchOutput,
@@ -92,6 +93,8 @@ class World:
         self.is_closed: Callable[[str], bool] = lambda group_id: True
         self.divergence: Callable[[int], float] = lambda number: 0.0
         """Of a group from today's policy, by its number."""
+        self.replay: Callable[[GroupResult], str] | None = None
+        """The archived success that joins a group; None: as an activity did that answered nothing."""
         self.train_tasks: int | None = None
         """Tasks after which the order begins again; None: it never does."""
         self.answer: Callable[[UpdateInput], UpdateOutput] = lambda m: UpdateOutput(
@@ -174,8 +177,9 @@ class World:
         self._note("record_progress", message)
 
     @activity.defn
-    async def record_group(self, message: GroupResult) -> None:
+    async def record_group(self, message: GroupResult) -> RecordedGroup | None:
         self._note("record_group", message)
+        return RecordedGroup(replay=self.replay(message)) if self.replay is not None else None
 
     @activity.defn
     async def record_quarantine(self, message: QuarantineInput) -> None:

@@ -170,6 +170,33 @@ def test_groups_that_an_operator_ended_say_nothing_of_the_infrastructure(reason:
     assert not pool.degraded and pool.dropped == {reason: 9}
 
 
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=24),
+    st.sampled_from([0.05, 0.1, 0.2, 0.5]),
+    st.integers(1, 6),
+    st.integers(2, 8),
+)
+def test_archived_successes_are_at_most_their_share_of_any_batch_and_never_stop_admission(
+    joined: list[bool], share: float, groups: int, size: int
+) -> None:
+    bounds = rules(
+        groups_per_batch=groups, capacity=2 * groups, refill_limit=3 * groups, replay_share=share, group_size=size
+    )
+    pool = ReadyPool()
+    for replayed in joined:
+        if not pool.in_flight:
+            fill(pool, bounds)
+        if pool.batch_is_ready(bounds):
+            batch = pool.cut(bounds)
+            replays = sum(group.replayed for group in batch)
+            assert replays <= share * (len(batch) * size + replays) + 1e-9
+            pool.trained()
+            continue
+        assert pool.in_flight, "neither a batch nor a group in the making"
+        pool.close(closed(pool.in_flight[0]).joined_by("r/g0/e0/a0" if replayed else ""))
+        pool.turn_away(bounds)
+
+
 def test_a_report_is_taken_once() -> None:
     pool, bounds = ReadyPool(), rules()
     fill(pool, bounds)

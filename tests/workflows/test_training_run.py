@@ -167,6 +167,23 @@ async def test_a_group_too_far_from_todays_policy_is_held_out_before_the_batch_a
     assert dropped == [[2]]
 
 
+async def test_a_group_that_an_archived_success_joined_trains_once_its_divergence_is_known(
+    temporal: Client, world: World
+) -> None:
+    """sync: no sibling of g1 and g2 succeeds; the success that joins g2 is too far from today's policy."""
+    wrong = ("/g1/", "/g2/", "/e0/")
+    world.reward = lambda m: 0.0 if any(part in m.lease.attempt_id for part in wrong) else 1.0
+    world.replay = lambda result: "" if result.eligible else "r/g0/e1/a0"
+    world.divergence = lambda number: 0.6 if number == 2 else 0.1
+    rollout = {"group_size": 2, "groups_per_batch": 3, "refill": 4}
+    training = {"steps": 1, "replay_share": 0.3}
+    status = await (await start(temporal, run_json(rollout=rollout, training=training))).result()
+    (batch,) = world.calls["reserve_batch"]
+    assert [(group.number, group.replayed) for group in batch.groups] == [(0, False), (1, True), (3, False)]
+    assert [sorted(message.groups) for message in world.calls["score"]] == [[1, 2]]
+    assert status.groups_dropped == {"beyond_divergence": 1}
+
+
 async def test_downweighted_groups_are_not_held_out(temporal: Client, world: World) -> None:
     world.divergence = lambda number: 9.0
     config = run_json(mode="async", training={"steps": 3, "on_stale": "downweight"})

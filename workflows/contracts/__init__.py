@@ -18,6 +18,7 @@ from workflows.contracts.episodes import (
     EvaluationResult,
     GroupInput,
     GroupResult,
+    RecordedGroup,
     RolloutLimits,
     TurnRecord,
 )
@@ -145,6 +146,7 @@ __all__ = [
     "PublishOutput",
     "QuarantineInput",
     "Queue",
+    "RecordedGroup",
     "ReleaseInput",
     "ReplayInput",
     "ReplayOutput",

@@ -180,6 +180,18 @@ class GroupResult(Message):
     closed_at: float = 0.0
     first_sibling_at: float = 0.0
     """When the first sibling ended; until `closed_at` the others kept it waiting."""
+    replay: str = ""
+    """The archived success that joined it, an attempt id; not one of `members`."""
+
+    def joined_by(self, attempt_id: str) -> GroupResult:
+        """The group with an archived success, which may train; as it is where there is none."""
+        joined = {"eligible": True, "reason": "", "replay": attempt_id}
+        return self.model_copy(update=joined) if attempt_id else self
+
+
+class RecordedGroup(Message):
+    replay: str = ""
+    """The archived success that joins the group; empty for none."""
 
 
 class EvaluationInput(Message):

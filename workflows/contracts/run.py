@@ -60,6 +60,8 @@ class PooledGroup(NamedTuple):
     first_sibling_at: float
     closed_at: float
     short: bool
+    replayed: bool = False
+    """An archived success trains with it."""
 
 
 class ReserveBatchInput(Message):
