@@ -195,6 +195,11 @@ class TrainingConfig(Section):
         le=100,
         description="Updates per saved training state; a trainer that is lost makes those since the last one again.",
     )
+    reshape_checkpoint: bool = Field(
+        False,
+        description="Take over a training state of another number of trainer processes, through DeepSpeed's universal"
+        " checkpoint; ZeRO stages 1 and 2 with Adam or AdamW.",
+    )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="Merged over the DeepSpeed JSON.")
 
 

@@ -87,7 +87,8 @@ class TrainingActivities:
         work.check(f"building the trainer of {config.model}")
         trainer = self._service.fresh(config)
         if message.resume_checkpoint:
-            load_training_state(trainer, self._store, key=message.resume_checkpoint, spool=self._spool, work=work)
+            key, reshape = message.resume_checkpoint, config.training.reshape_checkpoint
+            load_training_state(trainer, self._store, key=key, spool=self._spool, work=work, reshape=reshape)
         key = training_state_key(message.run, 0)
         self._save(trainer, message.run, 0, key, work)
         self._service.holds(key)

@@ -6,6 +6,8 @@ Called by the update and by whoever needs the trainer at a step, in the trainer'
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from activities.publication.manifest import (
@@ -16,7 +18,7 @@ from activities.publication.manifest import (
     upload_folder,
     write_manifest,
 )
-from activities.training.engine import TAG, Trainer
+from activities.training.engine import TAG, UNIVERSAL, Trainer
 from activities.training.ranks import everywhere
 from activities.training.transit import transit_folder
 from activities.training.work import Work
@@ -46,7 +48,9 @@ def save_training_state(
         return manifest
 
 
-def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool: Path, work: Work) -> Manifest:
+def load_training_state(
+    trainer: Trainer, store: ObjectStore, *, key: str, spool: Path, work: Work, reshape: bool = False
+) -> Manifest:
     """Bring a freshly built trainer to the state `key`, or where that was not saved to the one that it is made from.
     Returns the manifest of `key`. Raises TrainerError (final) where the state can't be taken over."""
     asked = manifest = read_manifest(store, key)
@@ -54,17 +58,42 @@ def load_training_state(trainer: Trainer, store: ObjectStore, *, key: str, spool
         manifest = read_manifest(store, asked.base)
     if manifest.kind != "training_state":
         raise TrainerError(f"{key} holds {manifest.kind}, not a training state", retryable=False)
-    if manifest.world_size != trainer.world_size:
+    other_size = manifest.world_size != trainer.world_size
+    if other_size and not reshape:
         raise TrainerError(
             f"{key} was saved with world size {manifest.world_size}, this trainer has {trainer.world_size}: start it "
-            f"with RATCHET_TRAINER_PROCESSES={manifest.world_size}, or a new run from the published weights",
+            f"with RATCHET_TRAINER_PROCESSES={manifest.world_size}, or a new run with resume_from and "
+            f'"training": {{"reshape_checkpoint": true}}, or one from the published weights',
             retryable=False,
         )
-    with transit_folder(spool, manifest.total_bytes) as folder:
+    with transit_folder(spool, (3 if other_size else 1) * manifest.total_bytes) as folder:
         work.check(f"downloading the state of step {manifest.step}")
         download_files(store, manifest, folder / TAG, progress=work.moved)
-        everywhere(Trainer.load_state, trainer, folder)
+        if other_size:
+            work.check(f"reshaping the state of {manifest.world_size} processes for {trainer.world_size}")
+            make_universal(trainer, folder)
+            everywhere(Trainer.load_universal, trainer, folder)
+        else:
+            everywhere(Trainer.load_state, trainer, folder)
         return asked
+
+
+def make_universal(trainer: Trainer, folder: Path) -> None:
+    """Turn the state in `folder/state`, of any number of processes, into one that any number can load, beside it.
+    Raises TrainerError (final) where DeepSpeed's conversion can't."""
+    if trainer.zero_stage not in (1, 2):
+        raise TrainerError(
+            f"training.reshape_checkpoint works with ZeRO stages 1 and 2, this trainer has {trainer.zero_stage}: start"
+            " it with the number of processes that the state was saved with, or a new run from the published weights",
+            retryable=False,
+        )
+    module = "deepspeed.checkpoint.ds_to_universal"
+    command = [sys.executable, "-m", module, "--input_folder", str(folder / TAG)]
+    command += ["--output_folder", str(folder / UNIVERSAL), "--inject_missing_state"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise TrainerError(f"the state can't be reshaped: {module}: {' '.join(last)}", retryable=False)
 
 
 def note_state(store: ObjectStore, *, run: str, step: int, key: str, before: str, batch_id: str) -> None:

@@ -26,6 +26,8 @@ from workflows.errors import TrainerError
 
 TAG = "state"
 """DeepSpeed's name for a checkpoint: the folder that a training state consists of."""
+UNIVERSAL = "universal"
+"""The same for one that any number of processes can load."""
 CLIENT = "ratchet"
 
 
@@ -196,6 +198,29 @@ class Trainer:
             torch.cuda.set_rng_state_all(client["cuda_rng"])
         if self.updates and not any(self._engine.optimizer.optimizer.state.values() if self.zero_stage else [1]):
             raise TrainerError("the training state holds no optimizer moments", retryable=False)
+        self.half_done = False
+
+    def load_universal(self, folder: Path) -> None:
+        """Take over the training state in `folder/universal`, whose number of processes was another: weights, moments
+        and updates, but not the random state, which trains nothing. Only on a freshly built trainer of ZeRO stage 1 or
+        2. Raises TrainerError (final) where it does not fit."""
+        self.half_done = True
+        self._engine._config.load_universal_checkpoint = True
+        try:
+            path, extra = self._engine.load_checkpoint(str(folder), tag=UNIVERSAL)
+        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+            raise TrainerError(f"the training state does not fit {self.folder}: {error}", retryable=False) from error
+        finally:
+            self._engine._config.load_universal_checkpoint = False
+        if path is None or CLIENT not in (extra or {}):
+            raise TrainerError("the training state lacks Ratchet's own part", retryable=False)
+        client = extra[CLIENT]
+        if client["dtype"] != str(self.dtype):
+            raise TrainerError(
+                f"the training state was saved with dtype {client['dtype']}, this trainer has {self.dtype}",
+                retryable=False,
+            )
+        self.updates = int(client["updates"])
         self.half_done = False
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -80,7 +80,10 @@ class TrainerService:
             return trainer
         work.check(f"loading {checkpoint}")
         trainer = self.fresh(config)
-        manifest = load_training_state(trainer, self._store, key=checkpoint, spool=self._spool, work=work)
+        reshape = config.training.reshape_checkpoint
+        manifest = load_training_state(
+            trainer, self._store, key=checkpoint, spool=self._spool, work=work, reshape=reshape
+        )
         for batch_id in manifest.batches:
             work.check(f"making the update on {batch_id} again")
             self.redo(trainer, batch_id, config, work)

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from activities.lifetime import RANKED, launched_rank
-from activities.training import ranks
-from tests.training.worlds import World, Worlds, weights_of
+from activities.training import ledger, ranks
+from activities.training.update import make_update
+from activities.training.work import Work
+from storage.database import session
+from storage.tables import Batch
+from tests.training.worlds import World, Worlds, assert_equal, weights_of
 from workers.ranked import command
 from workers.stack.ports import free_ports
+from workflows.config import RunConfig
 
 HOW = {
     "learning_rate": 0.5,
@@ -95,6 +100,32 @@ async def test_two_processes_make_the_steps_of_one_and_end_equal_to_the_bit_wher
         whole, resumed = (load_file(tmp_path / which / stage / "3.safetensors") for which in "ac")
         assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
         assert any(not torch.equal(whole[name], first[name]) for name in whole)
+
+
+async def test_one_process_goes_on_from_the_state_of_two_where_it_is_told_to(
+    world: Worlds, s3_access: dict[str, str], tmp_path: Path
+) -> None:
+    """AdamW at ZeRO 2: two processes make updates 1 to 3; one takes over their state after 2 and makes 3 the same."""
+    how = HOW | {"learning_rate": 1e-3, "reshape_checkpoint": True}
+    two = world(**how)
+    for step in (1, 2, 3):
+        two.reserve(step)
+    run_ranked(tmp_path / "a", two=asked(two, s3_access))
+    with session(two.database) as opened:
+        checkpoint = opened.get(Batch, f"{two.run}/b2").checkpoint  # type: ignore[union-attr]
+    one = world(**how)
+    for step in (1, 2, 3):
+        one.reserve(step)
+    config = RunConfig.model_validate(one.config)
+    trainer = one.service.at(checkpoint, config, Work())
+    second, third = (load_file(tmp_path / "a" / "two" / f"{step}.safetensors") for step in (2, 3))
+    assert_equal(trainer.weights(), second)
+    assert trainer.updates == 2
+    batch = one.trains._trajectories(ledger.members_of(one.database, f"{one.run}/b3"), Work())
+    make_update(trainer, batch, config=config, step=3, policy_version=2, work=Work())
+    for name, value in trainer.weights().items():
+        assert float((value - third[name]).abs().max()) < 1e-6, name
+        assert not torch.equal(third[name], second[name])
 
 
 def test_the_ranks_of_a_job_that_the_stack_was_started_in_are_not_the_trainers(

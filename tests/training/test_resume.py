@@ -155,6 +155,9 @@ async def test_another_world_size_is_refused_with_both_numbers_and_the_way_out(w
     way_out = "world size 2, this trainer has 1: start it with RATCHET_TRAINER_PROCESSES=2, or a new run"
     with pytest.raises(TrainerError, match=way_out):
         await run.start("other/manifest.json")
+    third = world(reshape_checkpoint=True, deepspeed={"zero_optimization": {"stage": 3}})
+    with pytest.raises(TrainerError, match="works with ZeRO stages 1 and 2, this trainer has 3"):
+        await third.start("other/manifest.json")
 
 
 async def test_a_state_without_its_optimizer_is_an_error_and_not_a_warning(world: Worlds) -> None:
