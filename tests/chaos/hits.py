@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from activities.sandbox.boxes import CONTAINER
 from tests.stack import Stack
@@ -97,10 +98,15 @@ class Hits:
         """Nothing can be written where S3 keeps its objects."""
         folder = self._stack.home / "s3"
         ballast = folder / "ballast"
-        room = shutil.disk_usage(folder).free
         try:
-            with ballast.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, max(room - 65536, 1))
+            for _ in range(50):
+                room = shutil.disk_usage(folder).free
+                with suppress(OSError), ballast.open("wb") as file:
+                    # S3 may write between the look and this.
+                    os.posix_fallocate(file.fileno(), 0, max(room - 65536, 1))
+                    break
+            else:
+                return ""
             time.sleep(HOLD_S)
         finally:
             ballast.unlink(missing_ok=True)
