@@ -109,7 +109,7 @@ async def measure(stack: OwnStack, options: argparse.Namespace) -> tuple[list[Cu
             name, began = name_of(lag), time.monotonic()
             run = f"bench-{name.replace(' ', '-')}-{seed}-{int(time.time())}"
             await train(client, run, run_config(options, model, taskset, seed=seed, lag=lag))
-            curves[-1][name] = curve_of(database, run)
+            curves[-1][name] = curve_of(database, run, lag=lag or 0)
             figures[-1][name] = metrics_of(database, run)
             say(f"seed {seed}: {name}: best reward {best(curves[-1][name]):.3f}, {time.monotonic() - began:.0f} s")
     return curves, figures

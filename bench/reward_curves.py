@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
-from sqlmodel import col, select
+from sqlmodel import col, func, select
 
 from storage.database import session
-from storage.tables import Batch, Episode, PolicyVersion
+from storage.tables import Batch, Episode, Group, PolicyVersion
 from workflows.contracts import VALID, EpisodeKind
 
 SPAN = 3
@@ -32,8 +32,9 @@ class Point:
     episodes: int
 
 
-def curve_of(database: Engine, run: str) -> list[Point]:
-    """By version, those under which no episode began left out."""
+def curve_of(database: Engine, run: str, *, lag: int = 0) -> list[Point]:
+    """By version. Left out are those under which no episode began, and the last ones of a run whose groups may lag by
+    `lag`: what is in flight when such a run ends is cancelled, and only the quick episodes are among the ended ones."""
     with session(database) as opened:
         made = {
             row.version: row.created_at
@@ -54,6 +55,7 @@ def curve_of(database: Engine, run: str) -> list[Point]:
     return [
         Point(version, made[version] - made[0], statistics.fmean(rewards[version]), len(rewards[version]))
         for version in sorted(made.keys() & rewards.keys())
+        if not lag or version < max(made) - lag
     ]
 
 
@@ -81,17 +83,22 @@ def metrics_of(database: Engine, run: str) -> dict[str, float]:
     """Means over the run's batches of what says how stale and how well aligned they were, and seconds per step."""
     with session(database) as opened:
         batches = opened.exec(select(Batch).where(Batch.run == run, col(Batch.trained_at).is_not(None))).all()
+        stale = opened.exec(
+            select(func.count())
+            .select_from(Group)
+            .where(Group.run == run, col(Group.reason).in_(("too_stale", "beyond_divergence")))
+        ).one()
     names = {
         "lag": "off_policy/steps",
         "divergence": "off_policy/divergence",
         "mismatch_kl": "mismatch_kl/mean",
-        "dropped": "off_policy/dropped_groups",
     }
     found = {
         short: statistics.fmean(values)
         for short, name in names.items()
         if (values := [float(batch.metrics[name]) for batch in batches if batch.metrics.get(name) is not None])
     }
+    found["dropped"] = float(stale)
     trained = sorted(batch.trained_at for batch in batches if batch.trained_at is not None)
     if len(trained) > 1:
         found["seconds_per_step"] = (trained[-1] - trained[0]) / (len(trained) - 1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sqlalchemy import case, func
 from sqlmodel import Session, col, select
 
-from storage.tables import Episode, Group, Replay, Run
+from storage.tables import Batch, Episode, Group, Replay, Run
 from workflows.contracts import VALID, EpisodeKind, GroupResult, Outcome
 
 
@@ -47,7 +47,8 @@ def replay_for(opened: Session, *, run: str, result: GroupResult) -> str:
     newest = (
         select(Episode.id)
         .where(of_task, passed, col(Episode.tampered).is_(False), col(Episode.reward) > max(result.rewards))
-        .order_by(col(Episode.max_version).desc(), col(Episode.ended_at).desc(), col(Episode.id))
+        # Not by when it ended: a synchronous run does not depend on that.
+        .order_by(col(Episode.max_version).desc(), col(Episode.id))
     )
     return opened.exec(newest).first() or ""
 
@@ -61,8 +62,10 @@ def use(opened: Session, *, batch_id: str, group_ids: Sequence[str]) -> int:
     return len(groups)
 
 
-def uses_of(opened: Session, *, attempt: str) -> list[Replay]:
-    return list(opened.exec(select(Replay).where(Replay.episode == attempt).order_by(Replay.batch)).all())
+def uses_of(opened: Session, *, attempt: str) -> list[tuple[Replay, str]]:
+    """The uses of an attempt, each with its batch's state: a void one trained nothing."""
+    uses = select(Replay, Batch.state).join(Batch, col(Replay.batch) == Batch.id).where(Replay.episode == attempt)
+    return [(use, state) for use, state in opened.exec(uses.order_by(col(Batch.step), Replay.batch)).all()]
 
 
 def uses_in(opened: Session, *, batch_id: str) -> list[Replay]:

@@ -25,6 +25,7 @@ from storage.tables import (
     Group,
     PolicyVersion,
     Quarantine,
+    Replay,
     Run,
     Task,
     Turn,
@@ -264,8 +265,12 @@ def run_row(opened: Session, *, run: str) -> Run:
     return row
 
 
-def episodes_behind(opened: Session, *, run: str, version: int) -> list[tuple[Batch, BatchMember, Episode]]:
-    """All that trained the weights of `version`: the episodes of its own batch and of every batch before it."""
+Trained = tuple[Batch, BatchMember | Replay, Episode]
+
+
+def episodes_behind(opened: Session, *, run: str, version: int) -> list[Trained]:
+    """All that trained the weights of `version`: the episodes of its own batch and of every batch before it, and behind
+    those of a batch the archived successes that it used."""
     run_row(opened, run=run)
     found = opened.get(PolicyVersion, (run, version))
     if found is None:
@@ -277,7 +282,15 @@ def episodes_behind(opened: Session, *, run: str, version: int) -> list[tuple[Ba
         .where(Batch.run == run, Batch.step <= found.step, Batch.state != VOID)
         .order_by(col(Batch.step), col(BatchMember.position))
     ).all()
-    return [(batch, member, episode) for batch, member, episode in rows]
+    uses = opened.exec(
+        select(Batch, Replay, Episode)
+        .where(Replay.batch == Batch.id, Replay.episode == Episode.id)
+        .where(Batch.run == run, Batch.step <= found.step, Batch.state != VOID)
+        .order_by(col(Batch.step), col(Replay.group_id))
+    ).all()
+    both: list[Trained] = [(batch, member, episode) for batch, member, episode in rows]
+    both += [(batch, use, episode) for batch, use, episode in uses]
+    return sorted(both, key=lambda row: row[0].step)
 
 
 def episode_fate(opened: Session, *, episode: str) -> tuple[Episode, Batch | None, list[int]]:

@@ -109,7 +109,7 @@ def _show_versions(opened: Session, run: str) -> None:
     row = queries.run_row(opened, run=run)
     typer.echo(f"{row.id}: {row.state}, step {row.step}" + (f" ({row.reason})" if row.reason else ""))
     if row.resume_from:
-        typer.echo(f"started from the last checkpoint of {row.resume_from}")
+        typer.echo(f"started from the last saved training state of {row.resume_from}")
     table = _table("version", "batch", "episodes", "groups", "reward", "held out", "published", "checkpoint")
     for item in series.versions(opened, run=run):
         size = (item.size.episodes, item.size.groups, item.size.mean_reward) if item.size else (0, 0, None)
@@ -127,7 +127,7 @@ def _show_version(opened: Session, run: str, version: int) -> None:
         resumed = queries.run_row(opened, run=run).resume_from
         typer.echo(f"version {version} of {run} is where it began: no batch of this run trained it")
         if resumed:
-            typer.echo(f"it came from the last checkpoint of {resumed}; see: ratchet lineage {resumed}")
+            typer.echo(f"it came from the last saved training state of {resumed}; see: ratchet lineage {resumed}")
         return
     batches = len({batch.id for batch, _, _ in rows})
     typer.echo(f"version {version} of {run}: {len(rows)} episodes in {batches} batch{'es' * (batches > 1)} trained it")
@@ -165,8 +165,8 @@ def _show_episode(opened: Session, episode_id: str) -> None:
         facts.add_row("batch", f"{batch.id} (step {batch.step}, {batch.state}, advantage {_cell(member.advantage)})")
         held = f"{versions[0]} and later, up to {versions[-1]}" if versions else batch.reason or "none yet"
         facts.add_row("in versions", held)
-    for use in archive.uses_of(opened, attempt=episode.id):
-        facts.add_row("replayed", f"{use.batch} with {use.group_id} (advantage {_cell(use.advantage)})")
+    for use, state in archive.uses_of(opened, attempt=episode.id):
+        facts.add_row("replayed", f"{use.batch} ({state}) with {use.group_id}, advantage {_cell(use.advantage)}")
     for other in others:
         if other.id != episode.id:
             facts.add_row("other attempt", f"{other.id}: {other.outcome}, {other.stop_reason}")

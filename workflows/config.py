@@ -245,6 +245,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.groups_per_batch x {factor} is {self.capacity}: a run holds at most {MOST_GROUPS} groups"
             )
+        training = self.training
+        if not training.lora_rank and (training.lora_alpha or training.lora_targets):
+            raise ValueError(
+                "training.lora_alpha and lora_targets need training.lora_rank, which is 0: no adapter trains"
+            )
+        if training.lora_rank and training.reshape_checkpoint:
+            raise ValueError(
+                "training.reshape_checkpoint does not work with training.lora_rank: DeepSpeed's universal checkpoint"
+                " holds no frozen weights"
+            )
         share, episodes = self.training.replay_share, self.rollout.groups_per_batch * self.rollout.group_size
         if 0 < share * episodes / (1 - share) < 1:
             raise ValueError(f"training.replay_share {share} of a batch of {episodes} episodes is less than one")

@@ -208,6 +208,15 @@ class ReadyPool(BaseModel):
         waited_for = self.cut_after or self.next_number
         return rules.policy is not PoolPolicy.IN_ORDER or min(self.live, default=waited_for) >= waited_for
 
+    def give_up(self, rules: PoolRules) -> bool:
+        """Whether so many groups have closed for the batch as may, and none can train. Those that only an archived
+        success would let train go too: where there are no others they are beyond its share, and nothing else would end
+        their wait."""
+        if not self.spent(rules) or not all(group.replayed for group in self.ready):
+            return False
+        self.drop("no_signal", [group.number for group in self.ready])
+        return True
+
     def another_round(self) -> None:
         """As many groups again may close for the batch."""
         self.admitted_for_batch = self.closed_for_batch = self.cut_after = 0

@@ -192,7 +192,7 @@ class TrainingRun:
                 if carry.pool.batch_is_ready(carry.rules):
                     carry.empty_batches = 0
                     return True
-                if carry.pool.spent(carry.rules) and not carry.pool.ready:
+                if carry.pool.give_up(carry.rules):
                     self._reason = carry.another_round()
                     if self._reason:
                         return False

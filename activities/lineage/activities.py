@@ -16,10 +16,11 @@ from sqlalchemy import Engine
 from sqlmodel import Session
 from temporalio import activity
 
+from activities.publication.manifest import read_manifest
 from storage import archive, finish_order, queries
 from storage.database import session
 from storage.groups import batch_reward, trainable
-from storage.objects import ObjectStore
+from storage.objects import MissingObject, ObjectStore
 from storage.tables import Run
 from storage.waiting import wait_of
 from tasksets import Taskset, pick
@@ -90,7 +91,33 @@ class LineageActivities:
     async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
         """Check what the workflow can't see and write the run's row. Raises InvalidConfig with every mistake."""
         namespace = await self._namespace()
-        return await self._write(lambda opened: self._open(opened, message, namespace))
+        source = message.config.get("resume_from")
+        if isinstance(source, str) and await self._is_gone(source):
+            await self.close_gone(source)
+        output = await self._write(lambda opened: self._open(opened, message, namespace))
+        saved = await asyncio.to_thread(self._saved, output.resume_checkpoint)
+        return output.model_copy(update={"resume_checkpoint": saved})
+
+    async def _is_gone(self, run: str) -> bool:
+        """Whether the run's row is open although its workflow, of this namespace, runs no more."""
+        if self._lives is None or await self._foreign(run):
+            return False
+
+        def is_open(opened: Session) -> bool:
+            row = opened.get(Run, run)
+            return row is not None and row.state not in queries.OVER
+
+        return await self._write(is_open) and not await self._lives(run)
+
+    def _saved(self, checkpoint: str) -> str:
+        """The checkpoint, or where its state was not saved the one that it is made from."""
+        if not checkpoint:
+            return ""
+        try:
+            return read_manifest(self._store, checkpoint).base or checkpoint
+        except MissingObject:
+            # The trainer says so, with its name.
+            return checkpoint
 
     def _open(self, opened: Session, message: OpenRunInput, namespace: str) -> OpenRunOutput:
         config = RunConfig.model_validate(message.config)
@@ -167,10 +194,15 @@ class LineageActivities:
         if config.resume_from is None:
             return ""
         try:
-            queries.run_row(opened, run=config.resume_from)
+            row = queries.run_row(opened, run=config.resume_from)
         except queries.NotFound as error:
             mistakes.append(f"resume_from: {error}")
             return ""
+        if row.state not in queries.OVER:
+            mistakes.append(
+                f"resume_from: run {config.resume_from!r} is not over ({row.state}) and removes its old states as it"
+                " goes: wait for its end, or cancel it"
+            )
         checkpoint = queries.last_checkpoint(opened, run=config.resume_from)
         if not checkpoint:
             mistakes.append(f"resume_from: run {config.resume_from!r} has no checkpoint")

@@ -2,8 +2,9 @@
 
 Owns the taking: it is one rename under the lock of the pool, so of many worker processes one gets a member, whoever
 started it; before that, the folder's labels say whose it becomes, so that there is no moment at which a crash leaves
-one that nobody finds. `starting` holds those that don't answer yet, `retired` those that go. Blocking, a fraction of a
-millisecond each; no daemon. Called by `WarmPool` and, when a member is to be removed, by `DockerBackend`.
+one that nobody finds. `starting` holds those that don't answer yet, `retired` those that go. Their owner is a file
+beside the pool that a process holds a lock on for its life, which is seen across containers too. Blocking, a fraction
+of a millisecond each; no daemon. Called by `WarmPool` and, when a member is to be removed, by `DockerBackend`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ PREFIX = "ratchet-pool-"
 """What a member's container is called, also once it is an attempt's."""
 STARTING, RETIRED = "starting", "retired"
 CONTAINER_ID, IMAGE_ID = "ratchet.container-id", "ratchet.image-id"
+OWNER = "ratchet.owner"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,60 @@ class Members:
     def __init__(self, root: Path, boxes: Boxes) -> None:
         self._root = root
         self._boxes = boxes
+        self._owners = root.with_name(f"{root.name}-owners")
+        self._owner = ""
+        self._held: int | None = None
+        self._owning = threading.Lock()
 
     def make(self, labels: dict[str, str]) -> tuple[str, Path]:
         """(id, box) of a member that is about to start."""
         member = PREFIX + uuid.uuid4().hex[:20]
-        return member, make_folder(self._root / STARTING / member, labels)
+        return member, make_folder(self._root / STARTING / member, labels | {OWNER: self._own()})
+
+    def _own(self) -> str:
+        """This process's name as an owner, which lives as long as it does."""
+        with self._owning:
+            if self._held is None:
+                owner = uuid.uuid4().hex[:20]
+                self._owners.mkdir(parents=True, exist_ok=True)
+                self._held = os.open(self._owners / owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._held, fcntl.LOCK_EX)
+                self._owner = owner
+            return self._owner
+
+    def disown(self) -> None:
+        """What this process started and is still there is nobody's, as after its death."""
+        with self._owning:
+            if self._held is not None:
+                (self._owners / self._owner).unlink(missing_ok=True)
+                os.close(self._held)
+                self._held = None
+
+    def orphans(self) -> set[str]:
+        """Those whose owner is dead."""
+        owners: dict[str, str] = {}
+        for path in self._root.glob(f"*/{PREFIX}*"):
+            with suppress(OSError, ValueError):
+                # No labels: it is being made, or was moved meanwhile.
+                if labels := read_labels(path):
+                    owners[path.name] = labels.get(OWNER, "")
+        dead = {owner for owner in set(owners.values()) if not self._lives(owner)}
+        for owner in dead - {""}:
+            (self._owners / owner).unlink(missing_ok=True)
+        return {member for member, owner in owners.items() if owner in dead}
+
+    def _lives(self, owner: str) -> bool:
+        try:
+            descriptor = os.open(self._owners / owner, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def offer(self, member: str, key: str, *, container_id: str, image_id: str) -> None:
         """From now on it may be taken by whoever wants a sandbox of this key. One that was retired meanwhile is not."""

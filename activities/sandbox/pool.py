@@ -2,8 +2,8 @@
 
 Owns how many there are and when they go. Promises: a sandbox of the pool ran nothing but its first process; starting
 one waits for those whom somebody waits for; none is older than `MOST_AGE_S` when it is taken; what a dead worker of
-this host left is used, or goes by its age. What is taken is an attempt's like any other (`Members`). Called by
-`DockerBackend`; `docs/decisions/0007-warm-pool.md` says why it is as it is.
+this host left becomes another's, which uses it or takes it away. What is taken is an attempt's like any other
+(`Members`). Called by `DockerBackend`; `docs/decisions/0007-warm-pool.md` says why it is as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ MOST_AGE_S = 1800.0
 """Less than the janitor leaves to what is nobody's."""
 UNREADY_S = 120.0
 """Whoever was starting or removing one for so long is dead."""
+UNASKED_S = 120.0
+"""How long a dead worker's sandboxes wait for the first who asks for their kind."""
 AT_ONCE = 2
 """Started at the same time: leaves room at the daemon for who comes meanwhile."""
 LOOK_S = 5.0
@@ -92,13 +94,15 @@ class WarmPool:
             self._keeper = asyncio.create_task(self._keep(spec))
 
     async def aclose(self) -> None:
-        """Take away what this process started and nobody took."""
+        """Take away what this process started, or one that is dead, and nobody took."""
         if self._keeper is None:
             return
         for task in (self._keeper, *self._starting):
             task.cancel()
         await asyncio.gather(self._keeper, *self._starting, return_exceptions=True)
-        await asyncio.gather(*(self._gone(member) for member in self._mine))
+        orphans = await asyncio.to_thread(self._members.orphans)
+        await asyncio.gather(*(self._gone(member) for member in self._mine | orphans))
+        self._members.disown()
 
     def _demand(self, recipe: Recipe) -> Demand:
         return self._demands.setdefault(recipe.key, Demand(recipe))
@@ -118,10 +122,13 @@ class WarmPool:
 
     async def _round(self) -> None:
         """Take away what is old or too much, begin to start what is missing."""
+        orphans = await asyncio.to_thread(self._members.orphans)
+        self._mine |= orphans
         mine = set(self._mine)
         ready, unready = await asyncio.to_thread(lambda: (self._members.ready(), self._members.unready()))
         water = self._waters(time.monotonic())
-        going = outdated(ready, water, mine) + [member.id for member in unready if member.age_s > UNREADY_S]
+        going = outdated(ready, water, mine)
+        going += [member.id for member in unready if member.age_s > UNREADY_S or member.id in orphans]
         await asyncio.gather(*(self._gone(member) for member in going))
         self._mine -= mine - {member.id for members in ready.values() for member in members}
         total = sum(map(len, ready.values())) + max(len(unready), len(self._starting)) - len(going)
@@ -186,12 +193,14 @@ class WarmPool:
 
 
 def outdated(ready: dict[str, list[Member]], water: dict[str, Water], mine: Collection[str]) -> list[str]:
-    """Members that are too old, or more than their key's high water and this process's own: what others keep goes by
-    its age."""
+    """Members that are too old; of this process's own also those above their key's high water, and those of a key that
+    nobody has asked for here a while after they were started. What others keep goes by its age."""
     going = []
     for key, members in ready.items():
         young = sorted((member for member in members if member.age_s < MOST_AGE_S), key=lambda member: member.age_s)
         going += [member.id for member in members if member.age_s >= MOST_AGE_S]
         if key in water:
             going += [member.id for member in young[water[key].high :] if member.id in mine]
+        else:
+            going += [member.id for member in young if member.id in mine and member.age_s >= UNASKED_S]
     return going

@@ -37,14 +37,30 @@ def with_adapter(model: Any, training: TrainingConfig, folder: Path) -> Any:
         task_type="CAUSAL_LM",
         base_model_name_or_path=folder.name,
     )
+    tied = {id(item) for name, item in model.named_parameters() if _is_tied(model, name)}
+    fits = {
+        name for name, item in model.named_modules() if type(item) is torch.nn.Linear and id(item.weight) not in tied
+    }
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in fits}))
     try:
-        return get_peft_model(model, config)
+        made = get_peft_model(model, config)
     except ValueError as error:
-        linear = (name for name, item in model.named_modules() if isinstance(item, torch.nn.Linear))
-        names = sorted({name.rpartition(".")[2] for name in linear})
         raise InvalidConfig(
-            f"training.lora_targets {training.lora_targets}: {error}; linear layers here: {', '.join(names)}"
+            f"training.lora_targets {training.lora_targets}: {error}; layers that can have an adapter: {names}"
         ) from error
+    wrapped = {name.removeprefix(PREFIX) for name, item in made.named_modules() if hasattr(item, "base_layer")}
+    if unfit := sorted(wrapped - fits):
+        raise InvalidConfig(
+            f"training.lora_targets: {unfit[0]} is no plain linear layer with a weight of its own, so no adapter of"
+            f" it can be merged; layers that can have one: {names}"
+        )
+    return made
+
+
+def _is_tied(model: Any, name: str) -> bool:
+    """Whether the parameter has a second name: one that a tied table shares."""
+    parameter = model.get_parameter(name)
+    return sum(item is parameter for _, item in model.named_parameters(remove_duplicate=False)) > 1
 
 
 def merged(state: dict[str, torch.Tensor], name: str, scale: float) -> torch.Tensor:

@@ -228,14 +228,14 @@ class Trainer:
 
         On the CPU they share the trainer's memory: use them before the next step."""
         state = self._whole()
-        if self.adapter_config:
-            found = {item.name: merged(state, item.name, self._adapter_scale) for item in self.tensors if state}
-        else:
-            found = {item.name: state[item.name] for item in self.tensors if item.name in state}
+
+        def tensor(name: str) -> torch.Tensor:
+            return merged(state, name, self._adapter_scale) if self.adapter_config else state[name]
+
         return {
-            item.name: found[item.name].detach().to("cpu", getattr(torch, item.dtype)).contiguous()
+            item.name: tensor(item.name).detach().to("cpu", getattr(torch, item.dtype)).contiguous()
             for item in self.tensors
-            if item.name in found
+            if state and (self.adapter_config or item.name in state)
         }
 
     def adapter(self) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@
 torch.distributed, and each rank puts its own trainer where rank 0 has one among the arguments. With one process it is
 a plain call.
 
-Promises: no rank is ever in another call than the others. An error that all ranks see alike (TrainerError) is raised on
+Promises: no rank is ever in another call than the others. An error that all ranks see alike (SEEN_ALIKE) is raised on
 rank 0 and passed over by the rest; any other ends the process, with which the launcher ends all of them: the supervisor
 starts them anew and the activity's retry begins with the committed state. Work is never stopped within a call.
 """
@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from activities.lifetime import launched_rank
 from activities.training.work import Work
-from workflows.errors import TrainerError
+from workflows.errors import InvalidConfig, TrainerError
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
+SEEN_ALIKE = (TrainerError, InvalidConfig)
 PATIENCE = timedelta(days=30)
 """A follower waits for the next call as long as a run collects."""
 
@@ -92,13 +93,13 @@ def everywhere(function: Callable[[*Arguments], Result], *arguments: *Arguments)
         _broadcast((function, list(map(_sent, arguments))))
         try:
             result = function(*mine)
-        except TrainerError:
+        except SEEN_ALIKE:
             _meet()
             raise
         # Files that the function reads or writes are the caller's again once all ranks are through.
         _meet()
         return result
-    except TrainerError:
+    except SEEN_ALIKE:
         raise
     except BaseException:
         log.exception("rank 0 is out of step with the others: all ranks end")
@@ -115,7 +116,7 @@ def follow() -> NoReturn:
         function, arguments = _broadcast(None)
         try:
             result = function(*(_received(item, own) for item in arguments))
-        except TrainerError as error:
+        except SEEN_ALIKE as error:
             log.warning("rank %d, with the others: %s", rank(), error)
             result = None
         _meet()

@@ -142,6 +142,12 @@ def distance(
     }
 
 
+def divergence_of(batch: list[Trajectory], proximal: list[torch.Tensor]) -> dict[str, float]:
+    """The divergences of `distance` alone."""
+    kl_N = k3(torch.cat(proximal), torch.cat([behaviour_of(item) for item in batch]))
+    return {"off_policy/divergence": float(kl_N.mean()), "off_policy/divergence_max": float(kl_N.max())}
+
+
 def score_reference(trainer: Trainer, batch: list[Trajectory], budget: int, work: Work) -> list[torch.Tensor]:
     """Log-probabilities of each trajectory's sampled tokens under the reference policy, on the CPU."""
     return _scores(trainer.reference_logprobs, trainer, batch, budget, work, "reference")[0]

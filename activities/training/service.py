@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from temporalio import activity
 
+from activities.publication.manifest import read_manifest
 from activities.training.checkpoints import load_training_state
 from activities.training.engine import Trainer
 from activities.training.ranks import everywhere
@@ -43,6 +44,8 @@ class TrainerService:
         self._built_for = ""
         self._holds = ""
         """Manifest key of the committed state that the trainer holds; empty while it holds none."""
+        self._redone: list[str] = []
+        """A saved state and the batches after it that the trainer has made again on the way to another state."""
         self.redo: Callable[[Trainer, str, RunConfig, Work], None] = _nobody_redoes
         """Makes the update on a committed batch again. Set by TrainingActivities, which reads batches."""
 
@@ -75,24 +78,28 @@ class TrainerService:
 
     def at(self, checkpoint: str, config: RunConfig, work: Work) -> Trainer:
         """The trainer, holding exactly the committed state `checkpoint`. In the trainer's thread."""
-        trainer = self._trainer
-        if trainer is not None and self._holds == checkpoint and self._built_for == _identity(config):
+        trainer = self._trainer if self._built_for == _identity(config) else None
+        if trainer is not None and self._holds == checkpoint:
             return trainer
         work.check(f"loading {checkpoint}")
-        trainer = self.fresh(config)
-        reshape = config.training.reshape_checkpoint
-        manifest = load_training_state(
-            trainer, self._store, key=checkpoint, spool=self._spool, work=work, reshape=reshape
-        )
-        for batch_id in manifest.batches:
+        manifest, done = read_manifest(self._store, checkpoint), len(self._redone)
+        if trainer is None or not done or [manifest.base, *manifest.batches][:done] != self._redone:
+            trainer, reshape = self.fresh(config), config.training.reshape_checkpoint
+            load_training_state(trainer, self._store, key=checkpoint, spool=self._spool, work=work, reshape=reshape)
+            self._redone = [manifest.base]
+        # A try that ends in between leaves what it has made again to the next one.
+        for batch_id in manifest.batches[len(self._redone) - 1 :]:
             work.check(f"making the update on {batch_id} again")
-            self.redo(trainer, batch_id, config, work)
-        self._holds = checkpoint
+            before, self._redone = self._redone, []
+            # Told to stop in the middle of it, the trainer would have to begin again.
+            self.redo(trainer, batch_id, config, work.whole())
+            self._redone = [*before, batch_id]
+        self._holds, self._redone = checkpoint, []
         return trainer
 
     def leaves_state(self) -> None:
         """The trainer is about to change: what it holds is no committed state until `holds` says so."""
-        self._holds = ""
+        self._holds, self._redone = "", []
 
     def holds(self, checkpoint: str) -> None:
         """The trainer's present state is committed as `checkpoint`."""
@@ -104,7 +111,7 @@ class TrainerService:
         self._thread.shutdown()
 
     def _drop(self) -> None:
-        self._holds, self._built_for = "", ""
+        self._holds, self._built_for, self._redone = "", "", []
         if self._trainer is not None:
             everywhere(Trainer.close, self._trainer)
             self._trainer = None

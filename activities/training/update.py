@@ -26,6 +26,7 @@ from activities.training.scoring import (
     agreement,
     correction_of,
     distance,
+    divergence_of,
     group_divergences,
     score,
     score_reference,
@@ -65,8 +66,13 @@ def make_update(
         return UpdateResult(metrics, advantages, void="no group has two different rewards")
     proximal, entropy = everywhere(score, trainer, trained, training.micro_batch_tokens, work)
     weights = [correction_of(item, proximal_N, training) for item, proximal_N in zip(trained, proximal, strict=True)]
-    metrics |= agreement(trained, proximal, policy_version)
     metrics |= distance(trained, proximal, weights, training)
+    # Archived successes are old by design: they say nothing of what admission lets in.
+    own = [index for index, item in enumerate(trained) if not item.replayed]
+    own_items, own_proximal = [trained[index] for index in own], [proximal[index] for index in own]
+    metrics |= agreement(own_items, own_proximal, policy_version)
+    if len(own) < len(trained):
+        metrics |= divergence_of(own_items, own_proximal)
     metrics["entropy"] = float(torch.cat(entropy).mean())
     if metrics["mismatch_kl/mean"] > training.max_mismatch_kl:
         raise TrainerError(

@@ -34,7 +34,7 @@ from storage.report.model import (
     VersionPart,
     VoidPart,
 )
-from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Run
+from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Replay, Run
 from workflows.config import RunConfig
 from workflows.contracts import EpisodeKind, Outcome
 
@@ -237,6 +237,9 @@ def _batch(opened: Session, batch: Batch) -> BatchPart:
         .where(BatchMember.batch == batch.id)
         .order_by(col(BatchMember.position))
     ).all()
+    used = select(Replay, Episode).join(Episode, col(Replay.episode) == Episode.id).where(Replay.batch == batch.id)
+    trained: list[tuple[BatchMember | Replay, Episode]] = [(member, episode) for member, episode in rows]
+    trained += [(use, episode) for use, episode in opened.exec(used.order_by(Replay.group_id)).all()]
     members = [
         MemberPart(
             attempt_id=episode.id,
@@ -249,7 +252,7 @@ def _batch(opened: Session, batch: Batch) -> BatchPart:
             stop_reason=episode.stop_reason,
             sampled_tokens=episode.sampled_tokens,
         )
-        for member, episode in rows
+        for member, episode in trained
     ]
     return BatchPart(
         batch_id=batch.id,

@@ -132,6 +132,9 @@ async def test_a_run_resumes_from_the_newest_checkpoint_of_another(
     lineage: LineageActivities, database: Engine
 ) -> None:
     await opened(lineage, "old")
+    with pytest.raises(InvalidConfig, match=r"resume_from: run 'old' is not over .*: wait for its end, or cancel it"):
+        await opened(lineage, "new", resume_from="old")
+    await lineage.close_run(CloseRunInput(run="old", state=RunState.CANCELLED))
     with pytest.raises(InvalidConfig, match="resume_from: run 'old' has no checkpoint"):
         await opened(lineage, "new", resume_from="old")
     with session(database) as found:

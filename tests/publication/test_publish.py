@@ -117,9 +117,14 @@ async def test_an_adapter_is_published_beside_the_whole_weights_that_it_makes(wo
         assert torch.allclose(with_adapter(ids).logits, expected, atol=1e-5)
 
 
-async def test_layers_that_the_model_lacks_are_named_with_those_that_it_has(world: Worlds) -> None:
-    with pytest.raises(InvalidConfig, match=r"lora_targets \['query'\].*q_proj"):
-        await world(lora_rank=4, lora_targets=["query"]).start()
+@pytest.mark.parametrize("layer", ["query", "embed_tokens", "lm_head"])
+async def test_layers_that_can_have_no_adapter_are_named_with_those_that_can(world: Worlds, layer: str) -> None:
+    """One that the model lacks, one that is no linear layer, one whose weight the embedding shares."""
+    with pytest.raises(InvalidConfig) as caught:
+        await world(lora_rank=4, lora_targets=[layer]).start()
+    said, _, able = str(caught.value).rpartition(": ")
+    assert said.startswith("training.lora_targets") and layer in said
+    assert able == "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
 async def test_each_version_has_another_canary_and_shares_the_files_that_do_not_change(world: Worlds) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,3 +110,55 @@ def test_one_that_is_retired_while_it_starts_is_never_offered(place: Place) -> N
     assert place.members.retire(member)
     place.members.offer(member, KEY, container_id="c", image_id="i")
     assert place.take("s1") is None
+
+
+def _offer_and_die(state: Path) -> None:
+    Place(state).offer(2)
+    os._exit(9)
+
+
+def test_what_a_dead_process_left_is_nobodys_and_what_a_living_one_keeps_is_not(place: Place, tmp_path: Path) -> None:
+    mine = place.offer()
+    other = Place(tmp_path)
+    kept = other.offer()
+    dying = multiprocessing.get_context("spawn").Process(target=_offer_and_die, args=(tmp_path,))
+    dying.start()
+    dying.join()
+    assert dying.exitcode == 9
+    orphans = place.members.orphans()
+    assert len(orphans) == 2 and not orphans & {*mine, *kept}
+    assert place.members.orphans() == orphans == other.members.orphans(), "however often and whoever asks"
+    other.members.disown()
+    assert place.members.orphans() == orphans | set(kept)
+
+
+def test_one_that_was_starting_when_its_process_died_is_nobodys_too(place: Place, tmp_path: Path) -> None:
+    other = Place(tmp_path)
+    member, _ = other.members.make({})
+    assert not place.members.orphans()
+    other.members.disown()
+    assert place.members.orphans() == {member}
+
+
+def test_one_that_is_being_made_is_never_taken_for_a_dead_processs(place: Place, tmp_path: Path) -> None:
+    other, seen = Place(tmp_path), set[str]()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.update(other.members.orphans())
+
+    with ThreadPoolExecutor(5) as threads:
+        looking = threads.submit(look)
+        made = list(threads.map(lambda _: place.offer()[0], range(200)))
+        done.set()
+        looking.result()
+    assert len(set(made)) == 200 and not seen
+
+
+def test_a_process_has_one_name_as_an_owner_and_its_end_leaves_no_file(place: Place, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: place.offer(), range(32)))
+    assert len(list((tmp_path / "pool-owners").iterdir())) == 1
+    place.members.disown()
+    assert not list((tmp_path / "pool-owners").iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from activities.janitor.host import HostJanitorActivities
+from activities.sandbox import pool as pool_module
 from activities.sandbox.channel import Operation
 from activities.sandbox.docker import DockerBackend
 from tests.sandbox.conftest import SMALL, docker, fresh_attempt, labels
@@ -109,6 +111,30 @@ async def test_what_a_dead_worker_left_is_used_by_the_next(make: Make) -> None:
     heir = await full(make())
     assert (await heir.acquire(SMALL, labels(fresh_attempt()))).warm
     assert len(await heir._names({"ratchet.kind": "pool"})) <= 2
+
+
+async def test_what_a_dead_worker_left_goes_with_the_one_that_came_after_it(make: Make) -> None:
+    dead = await frozen(make())
+    assert dead._pool is not None
+    dead._pool._members.disown()
+    heir = await full(make())
+    await heir.aclose()
+    assert await make(pool=0).owned() == []
+
+
+async def test_what_a_dead_worker_left_and_nobody_asks_for_makes_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other limits: it would hold the bound until it is too old to be taken."""
+    dead = await frozen(make())
+    assert dead._pool is not None
+    dead._pool._members.disown()
+    monkeypatch.setattr(pool_module, "UNASKED_S", 0.0)
+    (old,) = dead.waiting()
+    heir = make()
+    await heir.keep_warm(dataclasses.replace(SMALL, memory_mb=SMALL.memory_mb + 16))
+    await eventually(lambda: sum(count for key, count in heir.waiting().items() if key != old) == 2)
+    assert not heir.waiting().get(old)
 
 
 async def test_a_worker_that_ends_takes_its_pool_with_it_and_leaves_the_agents(make: Make) -> None:

@@ -8,7 +8,7 @@ from sqlmodel import Session, select
 
 from storage import archive, queries
 from storage.database import session
-from storage.tables import Episode, Group, Replay, Run
+from storage.tables import Episode, Group, PolicyVersion, Replay, Run
 from tests.storage import rows
 from workflows.contracts import GroupResult
 
@@ -82,4 +82,8 @@ def test_each_use_is_a_row_however_often_it_is_noted(database: Engine) -> None:
         assert [(use.group_id, use.episode) for use in opened.exec(select(Replay)).all()] == [
             ("r/g1", first.members[0])
         ]
-        assert archive.uses_of(opened, attempt=first.members[0]) == archive.uses_in(opened, batch_id="r/b1")
+        (use,) = archive.uses_in(opened, batch_id="r/b1")
+        assert archive.uses_of(opened, attempt=first.members[0]) == [(use, "reserved")]
+        opened.add(PolicyVersion(run="r", version=1, step=1, checkpoint="c", created_at=1.0))
+        behind = queries.episodes_behind(opened, run="r", version=1)
+        assert [episode.id for _, _, episode in behind][-1] == first.members[0] and behind[-1][1] is use

@@ -7,15 +7,19 @@ import json
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from activities.publication.manifest import read_manifest
 from activities.training import activities as training_activities
 from activities.training import ledger
+from activities.training.engine import Trainer
+from activities.training.work import Stopped, Work
 from storage.database import session
 from storage.tables import Batch
 from tests.training.worlds import Worlds, assert_equal, weights_of
+from workflows.config import RunConfig
 from workflows.errors import StorageError, TrainerError
 
 
@@ -135,6 +139,46 @@ async def test_where_states_are_saved_less_often_the_recorded_batches_lead_on_to
     after = world(minibatches=2)
     first = await after.start(resume=checkpoint)
     assert (await after.publish(0, first.checkpoint)).digest == digests[straight.run][2], "the last one that was saved"
+
+
+async def test_a_try_that_ends_while_batches_are_made_again_leaves_what_it_made_to_the_next(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, broken = world(), world(checkpoint_every=10)
+    for run in (straight, broken):
+        await run.start()
+        for step in (1, 2, 3, 4):
+            run.reserve(step)
+            await run.update(step)
+    with session(broken.database) as opened:
+        batch = opened.get(Batch, f"{broken.run}/b4")
+    assert batch is not None
+    broken.restarted()
+    redo, made = broken.service.redo, list[str]()
+
+    def fails_once(trainer: Trainer, batch_id: str, *rest: Any) -> None:
+        made.append(batch_id.rpartition("/")[2])
+        if made.count("b3") == 1 and made[-1] == "b3":
+            raise StorageError("connection lost")
+        redo(trainer, batch_id, *rest)
+
+    monkeypatch.setattr(broken.service, "redo", fails_once)
+    config = RunConfig.model_validate(broken.config)
+    with pytest.raises(StorageError):
+        broken.service.at(batch.checkpoint, config, Work())
+    assert_equal(broken.service.at(batch.checkpoint, config, Work()).weights(), weights_of(straight))
+    assert made == ["b1", "b2", "b3", "b1", "b2", "b3", "b4"], "half a step is never built upon"
+    stop = Work()
+    stop.say = lambda progress: stop.stop.set() if progress.endswith("b2 again") else None
+    broken.restarted()
+    made.clear()
+    redo = broken.service.redo
+    monkeypatch.setattr(broken.service, "redo", fails_once)
+    made.append("b3")
+    with pytest.raises(Stopped):
+        broken.service.at(batch.checkpoint, config, stop)
+    assert_equal(broken.service.at(batch.checkpoint, config, Work()).weights(), weights_of(straight))
+    assert made == ["b3", "b1", "b2", "b3", "b4"], "what was made again stays"
 
 
 async def test_the_last_state_of_a_run_is_saved_whatever_its_number(world: Worlds) -> None:

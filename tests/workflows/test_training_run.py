@@ -184,6 +184,18 @@ async def test_a_group_that_an_archived_success_joined_trains_once_its_divergenc
     assert status.groups_dropped == {"beyond_divergence": 1}
 
 
+async def test_a_run_whose_groups_only_archived_successes_could_save_ends_with_a_plain_reason(
+    temporal: Client, world: World
+) -> None:
+    """sync: their share is less than one in a batch of what there is, and nothing else would end their wait."""
+    world.reward = lambda m: 0.0
+    world.replay = lambda result: "r/g0/e1/a0" if result.number % 4 == 1 else ""
+    rollout = {"group_size": 2, "groups_per_batch": 4, "refill": 2}
+    status = await (await start(temporal, run_json(rollout=rollout, training={"replay_share": 0.2}))).result()
+    assert (status.state, status.step) == (RunState.FINISHED, 0)
+    assert "nothing left to teach" in status.reason and not world.calls["reserve_batch"]
+
+
 async def test_downweighted_groups_are_not_held_out(temporal: Client, world: World) -> None:
     world.divergence = lambda number: 9.0
     config = run_json(mode="async", training={"steps": 3, "on_stale": "downweight"})
