@@ -33,7 +33,7 @@ demo: setup
 
 # 20 minutes of hits on a real run, after the same run undisturbed.
 chaos: setup
-	CHAOS_STEPS=$${CHAOS_STEPS:-100} CHAOS_EVERY=$${CHAOS_EVERY:-20} CHAOS_HITS=$${CHAOS_HITS:-60} CHAOS_MOST=100000 \
+	CHAOS_STEPS=$${CHAOS_STEPS:-140} CHAOS_EVERY=$${CHAOS_EVERY:-20} CHAOS_HITS=$${CHAOS_HITS:-60} CHAOS_MOST=100000 \
 	  CHAOS_RATIO=$${CHAOS_RATIO:-0.8} CHAOS_ENGINES=$${CHAOS_ENGINES:-2} $(BIN)/pytest tests/chaos -s
 
 check: $(INSTALLED)

@@ -142,6 +142,7 @@ class Admission:
             group,
             id=group.group_id,
             task_queue=Queue.EPISODES,
+            task_timeout=policies.TASK_TIMEOUT,
             parent_close_policy=ParentClosePolicy.ABANDON,
             search_attributes=started(self._run, task.task_id),
             static_summary=f"{group.group_size} siblings of {task.task_id}",

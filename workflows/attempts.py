@@ -50,6 +50,7 @@ async def _start(episode: EpisodeInput, enough: asyncio.Event | None) -> Episode
         id=episode.attempt_id,
         result_type=EpisodeSummary,
         execution_timeout=EPISODE_LIMIT,
+        task_timeout=policies.TASK_TIMEOUT,
         parent_close_policy=ParentClosePolicy.REQUEST_CANCEL,
         search_attributes=started(episode.run, episode.task.task_id),
         static_summary=f"{episode.task.task_id}, sibling {episode.index}, attempt {episode.attempt}",

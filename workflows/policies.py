@@ -66,6 +66,9 @@ CHECK = Policy(timedelta(minutes=2), timedelta(seconds=30), _retry(0.5, 10, 20))
 UPDATE = Policy(timedelta(hours=6), timedelta(seconds=20), _retry(1, 30, 20))
 PUBLISH = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 20))
 SERVE = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 5))
+TASK_TIMEOUT = timedelta(seconds=5)
+"""What a started workflow task may take, some milliseconds as a rule: a worker that dies with one in hand holds the
+workflow up for so long. The server's own default is twice that."""
 APPLY = Policy(timedelta(minutes=10), timedelta(seconds=15), _retry(1, 10, 10))
 
 

@@ -55,6 +55,9 @@ from workflows.run_state import MAX_EMPTY_BATCHES, Carry
 
 APPLY_ROUNDS = 5
 LEASE_EVERY = timedelta(seconds=5)
+LATE = timedelta(seconds=5)
+"""Least time that an engine has for a version after another has proven it."""
+LATE_AGAIN = timedelta(milliseconds=500)
 
 Say = Callable[[str], None]
 
@@ -214,7 +217,8 @@ def _note_void(carry: Carry, why: str) -> None:
 async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
     """Publish the weights of the present step and bring them to every engine; at least one must prove them.
 
-    An engine that can't is out of routing until it can; the run goes on with the others."""
+    An engine that can't, or that takes far longer than another did, is out of routing until it has; the run goes on
+    with the others."""
     version = carry.step
     say(f"publishing version {version}")
     published = await policies.call(
@@ -229,7 +233,7 @@ async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
     )
     carry.manifest = published.manifest
     for round_number in range(APPLY_ROUNDS):
-        whys = await asyncio.gather(*(_apply(run, carry, engine, version) for engine in carry.opened.engines))
+        whys = await _apply_to_all(run, carry, version, say)
         if not all(whys):
             carry.policy_version = version
             return
@@ -238,6 +242,43 @@ async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
     raise ApplicationError(
         f"no engine could prove version {version}: {'; '.join(whys)}", type=FailureType.ENGINE, non_retryable=True
     )
+
+
+async def _apply_to_all(run: str, carry: Carry, version: int, say: Say) -> list[str]:
+    """Why each engine does not serve the version; empty where it does. Once one does, the others have about as long
+    again, one that was late the last time a moment: the keeper of their host brings them the version when they
+    answer."""
+    engines = carry.opened.engines
+    tasks = [asyncio.ensure_future(_apply(run, carry, engine, version)) for engine in engines]
+    if len(tasks) == 1 or not workflow.patched("engines-in-time"):
+        return list(await asyncio.gather(*tasks))
+    began, deadline = workflow.now(), None
+    waiting: list[asyncio.Task[str]] = list(tasks)
+    try:
+        while waiting and (deadline is None or workflow.now() < deadline):
+            left = None if deadline is None else (deadline - workflow.now()).total_seconds()
+            _, waiting = await workflow.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            proven = any(task.done() and not task.exception() and not task.result() for task in tasks)
+            if proven and deadline is None:
+                slow = [engine.name for engine, task in zip(engines, tasks, strict=True) if task in waiting]
+                known = set(slow) <= set(carry.late_engines)
+                deadline = workflow.now() + (LATE_AGAIN if known else max(LATE, 2 * (workflow.now() - began)))
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    for task in waiting:
+        task.cancel()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    late = [engine.name for engine, task in zip(engines, tasks, strict=True) if task in waiting]
+    carry.late_engines = late
+    if late:
+        say(f"version {version} is served, by {', '.join(late)} once they answer")
+    return [
+        f"{engine.name}: not in time" if engine.name in late else task.result()
+        for engine, task in zip(engines, tasks, strict=True)
+    ]
 
 
 async def _apply(run: str, carry: Carry, engine: EngineInfo, version: int) -> str:
@@ -280,6 +321,7 @@ async def evaluate(run: str, carry: Carry, say: Say) -> None:
             message,
             id=message.evaluation_id,
             task_queue=Queue.EPISODES,
+            task_timeout=policies.TASK_TIMEOUT,
             result_type=EvaluationResult,
             parent_close_policy=ParentClosePolicy.REQUEST_CANCEL,
             search_attributes=started(run),

@@ -48,6 +48,8 @@ class Carry(BaseModel):
     off_policy_steps: int | None = None
     """async: the lag that admission allows for now, where it follows the divergence."""
     warning: str = ""
+    late_engines: list[str] = []
+    """Those that did not serve the last version in time."""
     row_state: RunState = RunState.RUNNING
     """The state that the run's row has."""
 

@@ -95,6 +95,9 @@ class World:
         """Of a group from today's policy, by its number."""
         self.replay: Callable[[GroupResult], str] | None = None
         """The archived success that joins a group; None: as an activity did that answered nothing."""
+        self.engines = ["h-e0"]
+        self.applying: Callable[[ApplyInput], Awaitable[None]] | None = None
+        """Awaited by each load before it answers."""
         self.train_tasks: int | None = None
         """Tasks after which the order begins again; None: it never does."""
         self.answer: Callable[[UpdateInput], UpdateOutput] = lambda m: UpdateOutput(
@@ -113,7 +116,7 @@ class World:
     @activity.defn
     async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
         self._note("open_run", message)
-        engines = [EngineInfo(name="h-e0", host="h", url="http://x")]
+        engines = [EngineInfo(name=name, host="h", url="http://x") for name in self.engines]
         return OpenRunOutput(model="/m", train_tasks=self.train_tasks or 9, held_out_tasks=9, engines=engines)
 
     @activity.defn
@@ -139,6 +142,8 @@ class World:
     @activity.defn
     async def apply(self, message: ApplyInput) -> ApplyOutput:
         self._note("apply", message)
+        if self.applying is not None:
+            await self.applying(message)
         self.version = message.version
         return ApplyOutput(engine=message.engine.name, version=message.version, proven=True, pause_s=0.1)
 

@@ -1,7 +1,7 @@
 """Keeps one part running: adopts or starts its process, asks for its health, restarts it, ends it.
 
 Promises: a process that ends is started again whatever its exit code, after a pause that doubles from 0.5 s to 30 s
-and is forgotten once the part has been healthy for 60 s; one that lives but fails its check for long is ended and
+and is forgotten once the part has been healthy for 15 s; one that lives but fails its check for long is ended and
 started again; a process that an earlier supervisor started is taken over if it is what would be started now, and
 ended first if not. Nothing is signalled that this stack did not start. Called by the supervisor.
 """
@@ -36,7 +36,7 @@ POLL_S = 0.25
 CHECK_S = 2.0
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-FORGIVE_S = 60.0
+FORGIVE_S = 15.0
 ABSENT_S = 10.0
 """How long somebody else's process may be silent before one is started here: time for its own supervisor to act."""
 
