@@ -7,9 +7,11 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
+import torch
 
 from activities.publication.manifest import read_manifest
 from activities.training import activities as training_activities
@@ -214,17 +216,34 @@ async def test_a_state_without_its_optimizer_is_an_error_and_not_a_warning(world
         await run.start("torn/manifest.json")
 
 
-async def test_cancelled_work_stops_between_parts_and_the_next_try_is_clean(world: Worlds) -> None:
+async def test_cancelled_work_stops_between_parts_and_the_next_try_is_clean(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while the gradient of the first part is being made, of several."""
     whole, run = world(micro_batch_tokens=32), world(micro_batch_tokens=32)
     for item in (whole, run):
         await item.start()
         item.reserve(1)
     await whole.update(1)
-    task = asyncio.create_task(run.update(1))
-    await asyncio.sleep(0.15)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    accumulate, parts = Trainer.accumulate, list[bool]()
+    reached, cancelled = threading.Event(), threading.Event()
+
+    def held(trainer: Trainer, loss: torch.Tensor, *, last: bool) -> None:
+        parts.append(last)
+        reached.set()
+        assert cancelled.wait(60)
+        accumulate(trainer, loss, last=last)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "accumulate", held)
+        task = asyncio.create_task(run.update(1))
+        assert await asyncio.to_thread(reached.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        await run.service.call(lambda work: None)
+    assert parts == [False], "no further part was begun"
     await run.update(1)
     assert_equal(weights_of(whole), weights_of(run))
 

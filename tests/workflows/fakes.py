@@ -93,7 +93,7 @@ class World:
         self.is_closed: Callable[[str], bool] = lambda group_id: True
         self.divergence: Callable[[int], float] = lambda number: 0.0
         """Of a group from today's policy, by its number."""
-        self.replay: Callable[[GroupResult], str] | None = None
+        self.archived: Callable[[GroupResult], str] | None = None
         """The archived success that joins a group; None: as an activity did that answered nothing."""
         self.engines = ["h-e0"]
         self.applying: Callable[[ApplyInput], Awaitable[None]] | None = None
@@ -184,7 +184,7 @@ class World:
     @activity.defn
     async def record_group(self, message: GroupResult) -> RecordedGroup | None:
         self._note("record_group", message)
-        return RecordedGroup(replay=self.replay(message)) if self.replay is not None else None
+        return RecordedGroup(replay=self.archived(message)) if self.archived is not None else None
 
     @activity.defn
     async def record_quarantine(self, message: QuarantineInput) -> None:

@@ -176,7 +176,7 @@ async def test_a_group_that_an_archived_success_joined_trains_once_its_divergenc
     """sync: no sibling of g1 and g2 succeeds; the success that joins g2 is too far from today's policy."""
     wrong = ("/g1/", "/g2/", "/e0/")
     world.reward = lambda m: 0.0 if any(part in m.lease.attempt_id for part in wrong) else 1.0
-    world.replay = lambda result: "" if result.eligible else "r/g0/e1/a0"
+    world.archived = lambda result: "" if result.eligible else "r/g0/e1/a0"
     world.divergence = lambda number: 0.6 if number == 2 else 0.1
     rollout = {"group_size": 2, "groups_per_batch": 3, "refill": 4}
     training = {"steps": 1, "replay_share": 0.3}
@@ -192,7 +192,7 @@ async def test_a_run_whose_groups_only_archived_successes_could_save_ends_with_a
 ) -> None:
     """sync: their share is less than one in a batch of what there is, and nothing else would end their wait."""
     world.reward = lambda m: 0.0
-    world.replay = lambda result: "r/g0/e1/a0" if result.number % 4 == 1 else ""
+    world.archived = lambda result: "r/g0/e1/a0" if result.number % 4 == 1 else ""
     rollout = {"group_size": 2, "groups_per_batch": 4, "refill": 2}
     status = await (await start(temporal, run_json(rollout=rollout, training={"replay_share": 0.2}))).result()
     assert (status.state, status.step) == (RunState.FINISHED, 0)
