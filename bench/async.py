@@ -26,8 +26,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from temporalio.client import Client
-
 from bench import ours
 from bench.collection import load_image, policy
 from bench.long_tail import write_folder
@@ -37,7 +35,6 @@ from bench.reward_curves import Point, best, curve_of, metrics_of, seconds_to, s
 from workers import parts
 from workers.temporal import connect
 
-PARTS = ("temporal", "s3", "docker", "prepare", "vllm", "control", "trainer", "engines", "rollout")
 SYNC = "sync"
 
 
@@ -108,19 +105,11 @@ async def measure(stack: OwnStack, options: argparse.Namespace) -> tuple[list[Cu
         for lag in (None, *options.lags):
             name, began = name_of(lag), time.monotonic()
             run = f"bench-{name.replace(' ', '-')}-{seed}-{int(time.time())}"
-            await train(client, run, run_config(options, model, taskset, seed=seed, lag=lag))
+            await ours.train(client, run, run_config(options, model, taskset, seed=seed, lag=lag))
             curves[-1][name] = curve_of(database, run, lag=lag or 0)
             figures[-1][name] = metrics_of(database, run)
             say(f"seed {seed}: {name}: best reward {best(curves[-1][name]):.3f}, {time.monotonic() - began:.0f} s")
     return curves, figures
-
-
-async def train(client: Client, run: str, config: Mapping[str, Any]) -> None:
-    """The whole run. Raises SystemExit where it fails."""
-    await ours.start(client, run, config)
-    status = await client.get_workflow_handle(run).result()
-    if status["state"] != "finished" or status["step"] != config["training"]["steps"]:
-        raise SystemExit(f"{run} ended early: {status}")
 
 
 def compared(curves: Curves, figures: Figures) -> Figures:
@@ -198,7 +187,7 @@ def plot(path: Path, curves: Sequence[Curves]) -> None:
 
 def main() -> None:
     options = arguments()
-    with own_stack(options.home, PARTS, engines=1) as stack:
+    with own_stack(options.home, ours.PARTS, engines=1) as stack:
         curves, figures = asyncio.run(measure(stack, options))
     plot(options.plot, curves)
     finish(report([compared(one, made) for one, made in zip(curves, figures, strict=True)]))

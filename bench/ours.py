@@ -2,7 +2,7 @@
 
 Nothing here is a stand-in: the run is the product's, on the weights that `ratchet bootstrap` made. It is cancelled
 before its first update is applied, so the engines carry the same weights from the first measurement to the last. What
-happened is read from the rows that every run leaves. Called by collection.py.
+happened is read from the rows that every run leaves. Called by collection.py, async.py and rare.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from storage.database import session
 from storage.tables import Batch, Episode, Group, Run, Turn
 from workflows.contracts import VALID, Queue, RunState
 
+PARTS = ("temporal", "s3", "docker", "prepare", "vllm", "control", "trainer", "engines", "rollout")
+"""Of a stack that trains whole runs."""
 LOOK_S = 0.2
 COMPLETE = ("", "no_signal")
 """Reasons of groups all of whose siblings ended validly."""
@@ -29,6 +31,14 @@ COMPLETE = ("", "no_signal")
 
 async def start(client: Client, run: str, config: Mapping[str, Any]) -> None:
     await client.start_workflow("TrainingRun", config, id=run, task_queue=Queue.CONTROL)
+
+
+async def train(client: Client, run: str, config: Mapping[str, Any]) -> None:
+    """The whole run. Raises SystemExit where it fails."""
+    await start(client, run, config)
+    status = await client.get_workflow_handle(run).result()
+    if status["state"] != "finished" or status["step"] != config["training"]["steps"]:
+        raise SystemExit(f"{run} ended early: {status}")
 
 
 async def wait_for_batch(client: Client, database: Engine, run: str, limit_s: float) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import os
 import statistics
 import sys
@@ -27,6 +26,7 @@ from sqlmodel import col, func, select
 
 from activities.sandbox import image
 from activities.sandbox.daemon import Daemon
+from bench import ours
 from bench.collection import policy
 from bench.measure import finish, median_of, say, table
 from bench.own_stack import OwnStack, own_stack
@@ -37,7 +37,6 @@ from tasksets.shell import KINDS, ShellTaskset
 from workers import parts
 from workers.temporal import connect
 
-runs = importlib.import_module("bench.async")
 MODES = {"without": 0.0, "with replay": 0.1}
 
 
@@ -133,7 +132,7 @@ async def measure(stack: OwnStack, options: argparse.Namespace) -> list[dict[str
         found.append({})
         for name, share in MODES.items():
             run = f"bench-{name.replace(' ', '-')}-{seed}-{int(time.time())}"
-            await runs.train(client, run, run_config(options, model, taskset, seed=seed, share=share))
+            await ours.train(client, run, run_config(options, model, taskset, seed=seed, share=share))
             found[-1][name] = figures(database, run)
             made = found[-1][name]
             say(f"seed {seed}: {name}: {made['first']:.3f} -> {made['final']:.3f}, {made['replays']:.0f} replays")
@@ -169,7 +168,7 @@ def report(seeds: Sequence[dict[str, dict[str, float]]]) -> dict[str, object]:
 
 def main() -> None:
     options = arguments()
-    with own_stack(options.home, runs.PARTS, engines=1) as stack:
+    with own_stack(options.home, ours.PARTS, engines=1) as stack:
         found = asyncio.run(measure(stack, options))
     finish(report(found))
     # The SDK's threads can abort the interpreter at its normal exit.

@@ -173,14 +173,7 @@ class Trainer:
         found = {path.name for path in (folder / TAG).iterdir()}
         if missing := self.state_files() - found:
             raise TrainerError(f"the training state lacks {', '.join(sorted(missing))}", retryable=False)
-        self.half_done = True
-        try:
-            path, extra = self._engine.load_checkpoint(str(folder), tag=TAG)
-        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
-            raise TrainerError(f"the training state does not fit {self.folder}: {error}", retryable=False) from error
-        if path is None or CLIENT not in (extra or {}):
-            raise TrainerError("the training state lacks Ratchet's own part", retryable=False)
-        client = extra[CLIENT]
+        client = self._load(folder, TAG)
         for name, ours in (
             ("world_size", self.world_size),
             ("zero_stage", self.zero_stage),
@@ -204,17 +197,11 @@ class Trainer:
         """Take over the training state in `folder/universal`, whose number of processes was another: weights, moments
         and updates, but not the random state, which trains nothing. Only on a freshly built trainer of ZeRO stage 1 or
         2. Raises TrainerError (final) where it does not fit."""
-        self.half_done = True
         self._engine._config.load_universal_checkpoint = True
         try:
-            path, extra = self._engine.load_checkpoint(str(folder), tag=UNIVERSAL)
-        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
-            raise TrainerError(f"the training state does not fit {self.folder}: {error}", retryable=False) from error
+            client = self._load(folder, UNIVERSAL)
         finally:
             self._engine._config.load_universal_checkpoint = False
-        if path is None or CLIENT not in (extra or {}):
-            raise TrainerError("the training state lacks Ratchet's own part", retryable=False)
-        client = extra[CLIENT]
         if client["dtype"] != str(self.dtype):
             raise TrainerError(
                 f"the training state was saved with dtype {client['dtype']}, this trainer has {self.dtype}",
@@ -222,6 +209,18 @@ class Trainer:
             )
         self.updates = int(client["updates"])
         self.half_done = False
+
+    def _load(self, folder: Path, tag: str) -> dict[str, Any]:
+        """DeepSpeed's load of `folder/<tag>`; Ratchet's own part of it. The weights are half done from then on."""
+        self.half_done = True
+        try:
+            path, extra = self._engine.load_checkpoint(str(folder), tag=tag)
+        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+            raise TrainerError(f"the training state does not fit {self.folder}: {error}", retryable=False) from error
+        if path is None or CLIENT not in (extra or {}):
+            raise TrainerError("the training state lacks Ratchet's own part", retryable=False)
+        client: dict[str, Any] = extra[CLIENT]
+        return client
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's own tensors as they are served: on the CPU, contiguous, in the run's dtype, tied ones once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -16,10 +15,8 @@ from temporalio.worker import Replayer
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
 from workers.temporal import plugin
-from workflows import policy_update
 from workflows.config import parse_run_config
 from workflows.contracts import (
-    ApplyInput,
     EngineInfo,
     FailureType,
     GenerateInput,
@@ -197,59 +194,6 @@ async def test_a_run_whose_groups_only_archived_successes_could_save_ends_with_a
     status = await (await start(temporal, run_json(rollout=rollout, training={"replay_share": 0.2}))).result()
     assert (status.state, status.step) == (RunState.FINISHED, 0)
     assert "nothing left to teach" in status.reason and not world.calls["reserve_batch"]
-
-
-async def test_an_engine_that_does_not_come_holds_nobody_up(
-    temporal: Client, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two, one never answers for versions 1 and 2, and does for 3."""
-    monkeypatch.setattr(policy_update, "LATE", timedelta(milliseconds=200))
-    world.engines = ["h-e0", "h-e1"]
-    never = asyncio.Event()
-
-    async def applying(message: ApplyInput) -> None:
-        if message.engine.name == "h-e1" and message.version in (1, 2):
-            await never.wait()
-
-    world.applying = applying
-    status = await (await start(temporal, run_json(training={"steps": 3}))).result()
-    never.set()
-    assert (status.state, status.step, status.policy_version) == (RunState.FINISHED, 3, 3)
-    asked = Counter((message.engine.name, message.version) for message in world.calls["apply"])
-    assert all(asked[name, version] >= 1 for name in world.engines for version in range(4))
-
-
-async def test_a_run_whose_engines_are_all_silent_waits_for_the_first(temporal: Client, world: World) -> None:
-    world.engines = ["h-e0", "h-e1"]
-    comes = asyncio.Event()
-
-    async def applying(message: ApplyInput) -> None:
-        if message.version == 1:
-            await comes.wait()
-
-    world.applying = applying
-    handle = await start(temporal, run_json(training={"steps": 1}))
-    await eventually(lambda: sum(message.version == 1 for message in world.calls["apply"]) == 2)
-    assert (await handle.query("status"))["policy_version"] == 0
-    comes.set()
-    assert (await handle.result()).policy_version == 1
-
-
-async def test_a_run_that_is_cancelled_while_its_engines_load_ends_at_once(temporal: Client, world: World) -> None:
-    world.engines = ["h-e0", "h-e1"]
-    never = asyncio.Event()
-
-    async def applying(message: ApplyInput) -> None:
-        await never.wait()
-
-    world.applying = applying
-    handle = await start(temporal, run_json())
-    await eventually(lambda: len(world.calls["apply"]) == 2)
-    await handle.cancel()
-    never.set()
-    with pytest.raises(WorkflowFailureError):
-        await handle.result()
-    assert world.calls["close_run"][0].state == RunState.CANCELLED
 
 
 async def test_downweighted_groups_are_not_held_out(temporal: Client, world: World) -> None:
