@@ -112,7 +112,9 @@ def stop_reason_of(error: BaseException, boundary: Boundary) -> tuple[StopReason
             if cause.type is TimeoutType.SCHEDULE_TO_CLOSE and cause.__cause__ is None:
                 return _BY_BOUNDARY[boundary], "no worker finished it in time"
             if cause.type is TimeoutType.START_TO_CLOSE and cause.__cause__ is None:
-                return StopReason.UNDETERMINED, "it ran past its bound on a living worker"
+                # Nothing of the agent's crosses to storage: a store that hangs is nobody else's doing.
+                overdue = StopReason.STORAGE_LOST if boundary is Boundary.STORAGE else StopReason.UNDETERMINED
+                return overdue, "it ran past its bound on a living worker"
         elif not isinstance(cause, ActivityError | ChildWorkflowError):
             return StopReason.UNDETERMINED, f"{type(cause).__name__}: {cause}"
         cause = cause.__cause__

@@ -107,13 +107,12 @@ async def store_killed(folder: Path) -> AsyncIterator[ObjectStore]:
 
 
 @asynccontextmanager
-async def locked(path: Path, engine: Engine) -> AsyncIterator[Callable[[], None]]:
-    """Somebody else holds the database's write lock until the function is called. Nobody waits for it for half a
-    minute here."""
+async def locked(path: Path, engine: Engine, *, waits_s: float = 0.2) -> AsyncIterator[Callable[[], None]]:
+    """Somebody else holds the database's write lock until the function is called; a transaction waits `waits_s`."""
 
     @event.listens_for(engine, "connect")
     def _impatient(connection: sqlite3.Connection, _: object) -> None:
-        connection.execute("PRAGMA busy_timeout=200")
+        connection.execute(f"PRAGMA busy_timeout={round(waits_s * 1000)}")
 
     engine.dispose()
     holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)

@@ -145,6 +145,9 @@ STORE_KILLED = lost("storage_lost-object-store", StopReason.STORAGE_LOST, why="p
 DATABASE_LOCKED = lost(
     "storage_lost-database", StopReason.STORAGE_LOST, why="database is locked", recorded=False, says=bash(SOLVE)
 )
+DATABASE_HANGS = lost(
+    "storage_lost-database-hangs", StopReason.STORAGE_LOST, why="past its bound", recorded=False, says=bash(SOLVE)
+)
 CONTRADICTORY = Row(
     "undetermined-contradictory",
     [bash("(sleep 1; x=a; while :; do x=$x$x$x; done) >&- 2>&- & echo begun"), bash("exec sleep 30")],
@@ -194,6 +197,7 @@ OTHERS = [
     DAEMON_GONE,
     STORE_KILLED,
     DATABASE_LOCKED,
+    DATABASE_HANGS,
     OTHERS_WERE_ENOUGH,
     CONTRADICTORY,
     OVERDUE,

@@ -50,7 +50,6 @@ async def endings(
         disowned = ScriptedEngine({}, label="unproven")
         engines = [await stack.enter_async_context(serving(engine))]
         nobody = [await stack.enter_async_context(serving(disowned))]
-        path, file = new_database()
 
         async def world(**parts: Any) -> World:
             opened: World = await stack.enter_async_context(
@@ -61,8 +60,12 @@ async def endings(
         main = await world()
         weights = await world(engines=nobody)
         tokens = await world(engines=[vllm.client.info], model=vllm.model)
-        locked = await world(database=file)
-        locked.mend = await stack.enter_async_context(meddling.locked(path, file))
+        async def locked(**how: float) -> World:
+            path, file = new_database()
+            found = await world(database=file)
+            found.mend = await stack.enter_async_context(meddling.locked(path, file, **how))
+            return found
+
         gone, start = await stack.enter_async_context(meddling.daemon_gone(tmp_path_factory.mktemp("d")))
         dark = await world(backend=gone)
         dark.mend = start
@@ -70,7 +73,8 @@ async def endings(
         played = {rows.MAX_TOKENS.id: _with_vllm(tokens, vllm)}
         played |= {row.id: main.play(row) for row in [*rows.AGENT, rows.ENGINE_REFUSES]} | {
             rows.ENGINE_DISOWNED.id: weights.play(rows.ENGINE_DISOWNED),
-            rows.DATABASE_LOCKED.id: locked.play(rows.DATABASE_LOCKED),
+            rows.DATABASE_LOCKED.id: (await locked()).play(rows.DATABASE_LOCKED),
+            rows.DATABASE_HANGS.id: (await locked(waits_s=60)).play(rows.DATABASE_HANGS),
             rows.DAEMON_GONE.id: dark.play(rows.DAEMON_GONE),
             rows.STORE_KILLED.id: (await world(store=store)).play(rows.STORE_KILLED),
             rows.CONTAINER_REMOVED.id: meddling.while_it_runs(main, rows.CONTAINER_REMOVED, "rm", "-f"),
@@ -122,7 +126,7 @@ def ending_of(endings: dict[str, Ending | BaseException], row: Row) -> Ending:
 @pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.id)
 async def test_row(endings: dict[str, Ending | BaseException], row: Row) -> None:
     ending = ending_of(endings, row)
-    assert (ending.summary.stop_reason, ending.summary.outcome) == (row.stop_reason, row.outcome)
+    assert (ending.summary.stop_reason, ending.summary.outcome) == (row.stop_reason, row.outcome), ending.failures
     assert ending.summary.reward == row.reward
     assert ending.left == set(), "its sandbox is still there"
     if not row.recorded:

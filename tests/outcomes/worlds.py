@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 from sqlmodel import select
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowHistory
 from temporalio.worker import Worker
 
 from activities.generation.activities import GenerationActivities
@@ -118,6 +118,8 @@ class Ending:
     recorded: EpisodeRow | None
     turns: list[Turn]
     left: set[str]
+    failures: list[str]
+    """What its activities failed of for good, from the workflow's history."""
 
 
 @dataclass
@@ -142,15 +144,14 @@ class World:
             limits=row.limit(),
             seed=seed,
         )
-        summary = await asyncio.wait_for(
-            self.client.execute_workflow(
-                "Episode", episode, id=episode.attempt_id, task_queue=self.queue, result_type=EpisodeSummary
-            ),
-            120,
+        handle = await self.client.start_workflow(
+            "Episode", episode, id=episode.attempt_id, task_queue=self.queue, result_type=EpisodeSummary
         )
+        summary = await asyncio.wait_for(handle.result(), 120)
         await asyncio.to_thread(self.mend)
         recorded, turns = await asyncio.to_thread(self._rows, episode.attempt_id)
-        return Ending(summary, recorded, turns, await self.containers(episode.attempt_id))
+        left = await self.containers(episode.attempt_id)
+        return Ending(summary, recorded, turns, left, failures_in(await handle.fetch_history()))
 
     def _rows(self, attempt_id: str) -> tuple[EpisodeRow | None, list[Turn]]:
         with session(self.database) as opened:
@@ -172,6 +173,11 @@ class World:
             if names := await self.backend._names({"ratchet.task": row.id, "ratchet.kind": "agent"}):
                 return names.pop()
             await asyncio.sleep(0.1)
+
+
+def failures_in(history: WorkflowHistory) -> list[str]:
+    failed = ("activity_task_failed_event_attributes", "activity_task_timed_out_event_attributes")
+    return [str(getattr(event, kind)) for event in history.events for kind in failed if event.HasField(kind)]
 
 
 @asynccontextmanager

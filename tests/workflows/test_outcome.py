@@ -73,6 +73,14 @@ def test_the_cause_chain_names_the_ending(cause: BaseException, reason: StopReas
     assert stop_reason_of(failed(cause), Boundary.SANDBOX)[0] is reason
 
 
+@pytest.mark.parametrize("kind", TimeoutType)
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_store_that_hangs_is_lost_whichever_bound_ran_out(kind: TimeoutType, nested: bool) -> None:
+    found = timeout(kind)
+    cause = timeout(TimeoutType.SCHEDULE_TO_CLOSE, found) if nested else found
+    assert stop_reason_of(failed(cause), Boundary.STORAGE)[0] is StopReason.STORAGE_LOST
+
+
 def test_a_policy_label_carries_run_version_and_proof() -> None:
     assert parse_policy_label(policy_label("a:b", 7)) == ("a:b", 7, True)
     assert parse_policy_label(policy_label("a", 7, proven=False)) == ("a", 7, False)
