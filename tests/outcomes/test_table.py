@@ -60,6 +60,7 @@ async def endings(
         main = await world()
         weights = await world(engines=nobody)
         tokens = await world(engines=[vllm.client.info], model=vllm.model)
+
         async def locked(**how: float) -> World:
             path, file = new_database()
             found = await world(database=file)
