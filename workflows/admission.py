@@ -136,6 +136,7 @@ class Admission:
             report_to=self._run,
             short_group=config.rollout.short_group,
             redundancy=config.rollout.group_redundancy,
+            tells_left=True,
         )
         handle = await workflow.start_child_workflow(
             "Group",

@@ -5,7 +5,8 @@ the same seed, up to a budget for the group), and the closing: it reports exactl
 whatever happens, so that the report arrives after a continue-as-new of the run too.
 
 It closes with its first `group_size` valid siblings; spare ones (`redundancy`) take the places of those that broke, and
-what still goes on at the closing is told to end as surplus. So is all of a group whose run sends `surplus`.
+what still goes on at the closing is told to end as surplus. So is all of a group whose run sends `surplus`. Each time
+that half of its siblings are left which were, it says so, and their places go to another group.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ with workflow.unsafe.imports_passed_through():
         GroupResult,
         Outcome,
         RecordedGroup,
+        SiblingsLeft,
         derive_seed,
     )
 
@@ -39,6 +41,8 @@ class Group:
     def __init__(self) -> None:
         self._endings: Counter[str] = Counter()
         self._begun = 0
+        self._over = 0
+        """Siblings that take no further attempt."""
         self._replaced = 0
         self._spared = 0
         self._first_sibling_at = 0.0
@@ -59,7 +63,7 @@ class Group:
         self._input = input
         self._started_at = workflow.now().timestamp()
         try:
-            playing = asyncio.gather(*(self._sibling(index) for index in range(input.group_size + input.redundancy)))
+            playing = asyncio.gather(*(self._sibling(index) for index in range(input.siblings)))
             await self._until_closable(playing)
             result = self._closed()
             recorded = await policies.call_optional(
@@ -97,6 +101,15 @@ class Group:
         return len(self._valid) == self._input.group_size
 
     async def _sibling(self, index: int) -> None:
+        await self._attempts(index)
+        self._over += 1
+        left = self._input.siblings - self._over
+        if self._input.tells_left and left in _halves(self._input.siblings) and not self._enough.is_set():
+            with suppress(TemporalError):
+                word = SiblingsLeft(number=self._input.number, left=left)
+                await workflow.get_external_workflow_handle(self._input.report_to).signal("siblings_left", word)
+
+    async def _attempts(self, index: int) -> None:
         """Attempts until one is valid, a spare sibling stands in, or the group's replacement budget is spent."""
         attempt = 0
         while not self._enough.is_set():
@@ -181,3 +194,9 @@ class Group:
     def _words(self, result: GroupResult) -> str:
         joined = f", joined by {result.replay}" if result.replay else ""
         return f"eligible{joined}" if result.eligible else f"not eligible ({result.reason})"
+
+
+def _halves(count: int) -> set[int]:
+    """Half of it, half of that, and so on to 1."""
+    found = {count >> shift for shift in range(1, count.bit_length())}
+    return found - {0}

@@ -3,7 +3,8 @@
 Pure rules over a small state that crosses continue-as-new inside the run's. Called by TrainingRun only.
 
 Admission is bounded by what the trainer will consume: the groups admitted and not dropped may exceed the groups
-trained by `capacity` at most. In sync mode groups are admitted in waves, each after the last has closed, so that the
+trained by `capacity` at most. It is bounded by the episodes in flight, too: a group whose last siblings are slow holds
+their places and no others. In sync mode groups are admitted in waves, each after the last has closed, so that the
 batch does not depend on the order in which groups finish; with `oversample` there are no waves: groups are admitted as
 slots free, a batch is cut as soon as enough are complete, and what is left then is surplus.
 """
@@ -31,13 +32,15 @@ class PoolRules(BaseModel):
     groups_per_batch: int
     capacity: int
     refill_limit: int
-    max_in_flight: int
+    max_episodes: int
     max_off_policy_steps: int
     waves: bool
     policy: PoolPolicy = PoolPolicy.OLDEST_FIRST
     cancel_surplus: bool = False
     """What is not in a batch when it is cut trains no more."""
     group_size: int = 1
+    siblings: int = 1
+    """Of a group as it starts, spare ones too."""
     replay_share: float = 0.0
     """Largest share of a batch's episodes that may be archived successes."""
 
@@ -52,6 +55,8 @@ class ReadyPool(BaseModel):
 
     next_number: int = 0
     in_flight: list[int] = []
+    left: dict[int, int] = {}
+    """Of groups in flight that told: siblings that still go. Of the others all do."""
     wave: int = 0
     """sync mode: groups of the present wave that have not started."""
     ready: list[PooledGroup] = []
@@ -77,7 +82,8 @@ class ReadyPool(BaseModel):
 
     def admissible(self, rules: PoolRules, *, at_most: int | None = None) -> int:
         """How many groups may start now."""
-        slots = rules.max_in_flight - len(self.in_flight)
+        going = sum(self.left.get(number, rules.siblings) for number in self.in_flight)
+        slots = (rules.max_episodes - going) // rules.siblings
         if at_most is not None:
             slots = min(slots, at_most - len(self.in_flight))
         return max(0, min(slots, self._wanted(rules)))
@@ -107,6 +113,7 @@ class ReadyPool(BaseModel):
         if result.number not in self.in_flight:
             return False
         self.in_flight.remove(result.number)
+        self.left.pop(result.number, None)
         if result.number in self.surplus:
             self.surplus.remove(result.number)
             self._drop("surplus", *([result.number] if result.eligible else []))
@@ -119,6 +126,11 @@ class ReadyPool(BaseModel):
         else:
             self._drop(result.reason)
         return True
+
+    def siblings_left(self, number: int, left: int) -> None:
+        """So many siblings of a group still go. Signals may come late, twice, and in another order."""
+        if number in self.in_flight:
+            self.left[number] = min(left, self.left.get(number, left))
 
     def _count(self, result: GroupResult) -> None:
         """A group that infrastructure left without enough siblings is no attempt at a batch: an outage, also of a part,

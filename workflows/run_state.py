@@ -62,12 +62,13 @@ class Carry(BaseModel):
             groups_per_batch=rollout.groups_per_batch,
             capacity=self.config.capacity_at(self.lag),
             refill_limit=int(round(rollout.refill * rollout.groups_per_batch, 6)),
-            max_in_flight=self.config.max_concurrent_episodes // siblings,
+            max_episodes=self.config.max_concurrent_episodes,
             max_off_policy_steps=0 if sync else rollout.max_off_policy_steps,
             waves=sync and not oversampled,
             policy=rollout.pool_policy,
             cancel_surplus=oversampled,
             group_size=rollout.group_size,
+            siblings=siblings,
             replay_share=self.config.training.replay_share,
         )
 

@@ -30,6 +30,7 @@ with workflow.unsafe.imports_passed_through():
         RunProgress,
         RunState,
         RunStatus,
+        SiblingsLeft,
         SweepInput,
         SweepOutput,
     )
@@ -64,6 +65,12 @@ class TrainingRun:
         if self._carry.close(result, workflow.now().timestamp()):
             self._reports += 1
             self._show()
+
+    @workflow.signal
+    def siblings_left(self, word: SiblingsLeft) -> None:
+        """Places are free for another group. One that comes between two executions is passed over."""
+        if self._carry is not None:
+            self._carry.pool.siblings_left(word.number, word.left)
 
     @workflow.signal
     def pause(self) -> None:

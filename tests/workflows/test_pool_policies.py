@@ -196,8 +196,27 @@ def test_oversample_gives_up_the_waves_of_sync_mode_and_is_refused_in_async() ->
 
 
 def test_spare_siblings_take_their_share_of_the_episodes_in_flight() -> None:
-    assert carry(group_size=8).rules.max_in_flight == 4
-    assert carry(group_size=8, group_redundancy=2).rules.max_in_flight == 3
+    for redundancy, groups in ((0, 4), (2, 3)):
+        bounds = carry(group_size=8, group_redundancy=redundancy).rules
+        assert ReadyPool().admissible(bounds.model_copy(update={"capacity": 99})) == groups
+
+
+def test_a_groups_last_siblings_hold_no_more_places_than_they_need() -> None:
+    pool, bounds = ReadyPool(), rules(capacity=99, siblings=4, max_episodes=12)
+    assert fill(pool, bounds) == [0, 1, 2]
+    pool.siblings_left(0, 2)
+    assert pool.admissible(bounds) == 0
+    pool.siblings_left(2, 2)
+    assert fill(pool, bounds) == [3]
+    pool.siblings_left(0, 1)
+    pool.siblings_left(0, 2)
+    assert pool.left == {0: 1, 2: 2}, "signals may come in another order"
+    pool.close(closed(2))
+    pool.siblings_left(2, 1)
+    assert pool.left == {0: 1}, "one that has closed holds nothing"
+    assert pool.admissible(bounds) == 0
+    pool.close(closed(3))
+    assert fill(pool, bounds) == [4]
 
 
 def test_a_batch_is_complete_from_the_report_that_made_it_so_and_not_from_its_cut() -> None:

@@ -21,7 +21,7 @@ def rules(**changes: Any) -> PoolRules:
         "groups_per_batch": 2,
         "capacity": 4,
         "refill_limit": 6,
-        "max_in_flight": 10,
+        "max_episodes": 10,
         "max_off_policy_steps": 1,
         "waves": False,
     }
@@ -104,7 +104,7 @@ def test_a_sync_batch_does_not_depend_on_the_order_of_finishing(order: list[int]
 
 
 def test_a_wave_starts_whole_even_when_slots_are_few() -> None:
-    pool, bounds = ReadyPool(), rules(groups_per_batch=4, capacity=4, waves=True, max_in_flight=2)
+    pool, bounds = ReadyPool(), rules(groups_per_batch=4, capacity=4, waves=True, max_episodes=2)
     assert fill(pool, bounds) == [0, 1]
     pool.close(closed(0, eligible=False))
     assert fill(pool, bounds) == [2]
@@ -145,7 +145,8 @@ def test_a_full_pool_fits_a_message() -> None:
     pool = ReadyPool(in_flight=[123456] * MOST_GROUPS)
     for _ in range(MOST_GROUPS):
         pool.close(group)
-    pool.in_flight = [123456] * MOST_GROUPS
+    pool.in_flight = list(range(123456, 123456 + MOST_GROUPS))
+    pool.left = dict.fromkeys(pool.in_flight, 512)
     quarantine = Quarantine(
         tasks={
             f"django__django-{number}": f"3 short groups in a row, the last a-run/g{number}" for number in range(MOST)

@@ -401,6 +401,23 @@ async def test_an_oversampled_run_cuts_its_batch_without_the_slowest_and_holds_t
     assert closed[0] == "surplus" and not world.calls["record_quarantine"]
 
 
+async def test_the_next_group_takes_the_places_of_siblings_that_have_ended(temporal: Client, world: World) -> None:
+    """Room for seven episodes and groups of four: the last sibling of g0 goes on until g1 plays."""
+
+    async def hold(message: GenerateInput) -> None:
+        if "/g1/" in message.attempt_id:
+            begun.set()
+        if "/g0/e3/" in message.attempt_id:
+            await begun.wait()
+
+    begun = asyncio.Event()
+    world.hold = hold
+    rollout = {"group_size": 4, "groups_per_batch": 2}
+    config = run_json(evaluation={"tasks": 0}, training={"steps": 1}, rollout=rollout, max_concurrent_episodes=7)
+    status = await asyncio.wait_for((await start(temporal, config)).result(), 60)
+    assert (status.state, status.step) == (RunState.FINISHED, 1)
+
+
 async def test_the_wait_for_a_batch_begins_where_admission_opens_and_ends_with_the_report_that_completes_it(
     temporal: Client, world: World
 ) -> None:

@@ -20,6 +20,7 @@ from workflows.contracts.episodes import (
     GroupResult,
     RecordedGroup,
     RolloutLimits,
+    SiblingsLeft,
     TurnRecord,
 )
 from workflows.contracts.generation import Action, GenerateInput, GenerateOutput, Sampling, Segment
@@ -164,6 +165,7 @@ __all__ = [
     "ServeInput",
     "ServeOutput",
     "ShortGroup",
+    "SiblingsLeft",
     "Split",
     "StopReason",
     "SweepInput",

@@ -150,6 +150,12 @@ class GroupInput(Message):
     short_group: ShortGroup = ShortGroup.DROP
     redundancy: int = 0
     """Spare siblings: the first `group_size` valid ones to end are the group, the others are surplus."""
+    tells_left: bool = False
+    """It sends `siblings_left`, too. Groups of older histories do not."""
+
+    @property
+    def siblings(self) -> int:
+        return self.group_size + self.redundancy
 
     @property
     def group_id(self) -> str:
@@ -187,6 +193,13 @@ class GroupResult(Message):
         """The group with an archived success, which may train; as it is where there is none."""
         joined = {"eligible": True, "reason": "", "replay": attempt_id}
         return self.model_copy(update=joined) if attempt_id else self
+
+
+class SiblingsLeft(Message):
+    """A group's word to its run, each time that half of those are left which were: how many siblings still go."""
+
+    number: int
+    left: int
 
 
 class RecordedGroup(Message):
