@@ -36,12 +36,14 @@ class EpisodeUse:
 @dataclass
 class Collection:
     """`closed_s`: when each complete group was, by number. `began`: groups that began before the batch was complete.
-    `idle`: share of the time in which an engine had no request, the mean over engines. `lead_s`: the product's own
+    `idle`: share of the time in which an engine had no request, the mean over engines; `cpu_busy`: of the processors'
+    time, the share in which they worked. `lead_s`: the product's own
     `time/to_trainable_batch`, which wants groups that can train."""
 
     closed_s: Mapping[int, float]
     episodes: Sequence[EpisodeUse]
     idle: float
+    cpu_busy: float = 0.0
     by_number: bool = False
     began: int = 0
     lead_s: float | None = None
@@ -78,6 +80,7 @@ def figures(found: Collection, groups: int, batches: int, slow: Callable[[int], 
         "hit_rate": hit_rate(turns),
         "hit_rate_blocks": hit_rate(turns, block=BLOCK_TOKENS),
         "engine_idle": found.idle,
+        "cpu_busy": found.cpu_busy,
         "turns": mean(len(episode.turns) for episode in found.episodes),
         "turns_p95": _p95(len(episode.turns) for episode in found.episodes),
         "tokens": mean(sum(turn.sampled for turn in episode.turns) for episode in found.episodes),

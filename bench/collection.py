@@ -42,7 +42,7 @@ from bench.batches import Collection, EpisodeUse, TurnUse, figures
 from bench.collection_report import BASELINE, plot, report
 from bench.idle import Idle
 from bench.levers import LEVERS, OURS, Lever, chosen
-from bench.long_tail import load_of, paced_layer, write_folder
+from bench.long_tail import TAIL, Tail, load_of, paced_layer, write_folder
 from bench.measure import finish, say
 from bench.own_stack import PROJECT, OwnStack, free_ports, own_stack
 from tasksets import open_taskset, pick
@@ -62,7 +62,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=32, help="groups of a batch")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--batches", type=int, default=1, help="batches in a row, at most 6")
-    parser.add_argument("--in-flight", type=int, default=32, help="most episodes at once, of either collector")
+    parser.add_argument("--in-flight", type=int, help="most episodes at once, of either; default: a batch of them")
+    parser.add_argument("--pace", type=float, default=TAIL.median_s, help="seconds of a command, the median over tasks")
+    parser.add_argument("--sigma", type=float, default=TAIL.sigma, help="standard deviation of the seconds' logarithm")
     parser.add_argument("--levers", default="all", help=f"all, none, or: {', '.join(item.name for item in LEVERS)}")
     parser.add_argument("--seed", type=int, default=0, help="of the workload; each round samples anew")
     parser.add_argument("--home", type=Path, help="the stack's folder, kept afterwards with the policy in it")
@@ -70,8 +72,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of 8 groups of 4, no levers: 3 minutes")
     options = parser.parse_args(argv)
     if options.quick:
-        options.rounds, options.groups, options.group_size, options.in_flight = 1, 8, 4, 16
-        options.levers = "none"
+        options.rounds, options.groups, options.group_size, options.levers = 1, 8, 4, "none"
+    options.in_flight = options.in_flight or options.groups * options.group_size
+    options.tail = Tail(options.pace, options.sigma)
     options.levers = list(chosen(options.levers))
     return options
 
@@ -91,8 +94,8 @@ def run_config(options: argparse.Namespace, model: Path, taskset: Path, seed: in
             "max_tokens_per_turn": 40,
             "max_tokens": 256,
             "context_length": 512,
-            "step_timeout_s": 30,
-            "time_budget_s": 240,
+            "step_timeout_s": 120,
+            "time_budget_s": 900,
             "max_output_chars": 300,
             "malformed_reminders": 5,
             "refill": 16,
@@ -154,7 +157,7 @@ class Bench:
                     first = index * options.groups
                     tasks = [self.task_of(first + offset, seed) for offset in range(options.groups)]
                     taken.append(await collector.batch(tasks, first=first, group_size=options.group_size, seed=seed))
-        return _of_baseline(taken, idle.share)
+        return _of_baseline(taken, idle)
 
     async def ours(self, client: Client, lever: Lever, seed: int, round_robin: str) -> Collection:
         """Our batches with the lever as it says."""
@@ -167,7 +170,7 @@ class Bench:
             async with idle.sampled():
                 await ours.wait_for_batch(client, self._database, run, LIMIT_S)
             await ours.cancel(client, run)
-        return ours.collected(self._database, run, by_number=lever.by_number, idle=idle.share)
+        return ours.collected(self._database, run, idle, by_number=lever.by_number)
 
     async def _empty_caches(self) -> None:
         """As the application of a run's weights leaves them."""
@@ -194,7 +197,7 @@ class Bench:
         options, seed = self._options, self._options.seed + number
 
         def slow(group: int) -> bool:
-            return load_of(self.task_of(group, seed).task_id, options.seed).slow
+            return load_of(self.task_of(group, seed).task_id, options.seed, options.tail).slow
 
         values = {name: figures(one, options.groups, options.batches, slow) for name, one in found.items()}
         for one in values.values():
@@ -202,7 +205,7 @@ class Bench:
         return values
 
 
-def _of_baseline(taken: Sequence[Collected], idle: float) -> Collection:
+def _of_baseline(taken: Sequence[Collected], idle: Idle) -> Collection:
     """Batches one after the other on one clock."""
     closed: dict[int, float] = {}
     episodes: list[EpisodeUse] = []
@@ -213,7 +216,14 @@ def _of_baseline(taken: Sequence[Collected], idle: float) -> Collection:
             turns = [TurnUse(turn.prefix, turn.cached, turn.sampled) for turn in played.turns]
             episodes.append(EpisodeUse(played.group, elapsed + played.ended_s, turns))
         elapsed += batch.seconds
-    return Collection(closed_s=closed, episodes=episodes, idle=idle, by_number=True, began=len(closed))
+    return Collection(
+        closed_s=closed,
+        episodes=episodes,
+        idle=idle.share,
+        cpu_busy=idle.cpu_busy,
+        by_number=True,
+        began=len(closed),
+    )
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
@@ -253,7 +263,7 @@ def policy(stack: OwnStack) -> Path:
 async def measure(stack: OwnStack, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Collection]]:
     """The figures of each round, and the last round's collections for the plot."""
     docker = stack.settings().docker_host
-    taskset = write_folder(stack.home / "long-tail", await load_image(docker), options.seed)
+    taskset = write_folder(stack.home / "long-tail", await load_image(docker), options.seed, options.tail)
     bench = Bench(stack, options, policy(stack), taskset, docker)
     client = await connect(stack.settings(), role="bench")
     await bench.warm_up(client)

@@ -19,6 +19,7 @@ COLUMNS = {
     "cache hits": "hit_rate",
     "of whole blocks": "hit_rate_blocks",
     "engine idle": "engine_idle",
+    "CPU busy": "cpu_busy",
     "turns": "turns",
     "tokens": "tokens",
     "slow, in batch": "slow_share",

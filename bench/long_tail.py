@@ -1,7 +1,9 @@
 """A long-tailed workload from the taskset `shell`: a folder of tasks, and the image whose shell they are done in.
 
-Owns which tasks are slow, long or of many turns. Promises: the same seed gives the same folder, byte for byte; a task
-is still solved by what solves it in `shell`. A task's environment says how its shell behaves, in files that its setup
+Owns which tasks are slow, long or of many turns. How long a task's commands take is log-normal over the tasks, as the
+times of builds, downloads and test runs are: most take about the median, one in eight four times that, one in thirty
+ten times. Promises: the same seed gives the same folder, byte for byte; a task is still solved by what solves it in
+`shell`. A task's environment says how its shell behaves, in files that its setup
 writes below /data/.bench: `pace` is how many seconds a command waits before it does its work, as a build, a download
 or a test run does; `busy` is how many commands are answered with `NOT_READY` first, a sentence that this policy has
 learnt to go on after. The verifier's own shell, on its trusted path, is not slowed. Called by collection.py; both
@@ -11,6 +13,7 @@ collectors get the same folder.
 from __future__ import annotations
 
 import io
+import math
 import random
 import tarfile
 from collections.abc import Iterator
@@ -23,8 +26,8 @@ from tasksets.base import Task
 from tasksets.shell import KINDS, WORDS, ShellTaskset
 
 TASKS_PER_KIND = 40
-PACES_S = ((0.70, 0), (0.20, 1), (0.07, 4), (0.03, 12))
-"""(share of the tasks, seconds that each command waits)."""
+SLOW = 4.0
+"""Times the median: commands that take longer are slow."""
 BUSY = ((0.85, 0), (0.10, 2), (0.05, 4))
 """(share of the tasks, commands that are answered with NOT_READY first)."""
 LONG_SHARE = 0.5
@@ -50,21 +53,37 @@ exec /bin/busybox sh "$@"
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a task's environment adds. `long`: its answer has many words."""
+class Tail:
+    """How many seconds a task's commands take: the median over the tasks, the standard deviation of the logarithm, and
+    the bound that a step's time-out sets."""
 
-    pace_s: int
+    median_s: float = 2.0
+    sigma: float = 1.25
+    longest_s: float = 90.0
+
+    def draw(self, rng: random.Random) -> float:
+        return round(min(self.longest_s, self.median_s * math.exp(rng.gauss(0.0, self.sigma))), 2)
+
+
+TAIL = Tail()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a task's environment adds. `long`: its answer has many words; `slow`: it takes more time than most, for its
+    commands or for their number."""
+
+    pace_s: float
     busy: int
     long: bool
-
-    @property
-    def slow(self) -> bool:
-        return self.pace_s > 0 or self.busy > 0
+    slow: bool
 
 
-def load_of(task_id: str, seed: int) -> Load:
+def load_of(task_id: str, seed: int, tail: Tail = TAIL) -> Load:
     rng = random.Random(f"long-tail/{seed}/{task_id}")
-    return Load(pace_s=_draw(rng, PACES_S), busy=_draw(rng, BUSY), long=rng.random() < LONG_SHARE)
+    pace, busy = tail.draw(rng), _draw(rng, BUSY)
+    slow = pace > SLOW * tail.median_s or busy > 0
+    return Load(pace_s=pace, busy=busy, long=rng.random() < LONG_SHARE, slow=slow)
 
 
 def _draw(rng: random.Random, shares: tuple[tuple[float, int], ...]) -> int:
@@ -76,13 +95,13 @@ def _draw(rng: random.Random, shares: tuple[tuple[float, int], ...]) -> int:
     return shares[-1][1]
 
 
-def tasks(image_id: str, seed: int) -> Iterator[Task]:
+def tasks(image_id: str, seed: int, tail: Tail = TAIL) -> Iterator[Task]:
     """The workload's tasks, on the image with the given id."""
     taskset = ShellTaskset()
     for kind in KINDS:
         for number in range(TASKS_PER_KIND):
             task_id = f"{kind}-{number:04d}"
-            load = load_of(task_id, seed)
+            load = load_of(task_id, seed, tail)
             task = taskset.load(task_id)
             if load.long and kind == "find":
                 task = _lengthened(task, random.Random(f"long-tail/{seed}/{task_id}/words"))
@@ -105,20 +124,19 @@ def _lengthened(task: Task, rng: random.Random) -> Task:
 
 def _environment(load: Load) -> str:
     lines = ["mkdir -p /data/.bench && chmod a+rx /data/.bench || exit 1\n"]
-    if load.pace_s:
-        lines.append(f"echo {load.pace_s} > /data/.bench/pace && chmod a+r /data/.bench/pace || exit 1\n")
+    lines.append(f"echo {load.pace_s} > /data/.bench/pace && chmod a+r /data/.bench/pace || exit 1\n")
     if load.busy:
         quoted = NOT_READY.replace("'", "'\\''")
         lines.append(f"echo {load.busy} > /data/.bench/busy && chmod a+r /data/.bench/busy || exit 1\n")
         lines.append(f"echo '{quoted}' > /data/.bench/not-ready && chmod a+r /data/.bench/not-ready || exit 1\n")
-    return "".join(lines) if load.slow else ""
+    return "".join(lines)
 
 
-def write_folder(folder: Path, image_id: str, seed: int) -> Path:
+def write_folder(folder: Path, image_id: str, seed: int, tail: Tail = TAIL) -> Path:
     """The workload as a native folder of tasks; returns it."""
     train = folder / "train"
     train.mkdir(parents=True, exist_ok=True)
-    for task in tasks(image_id, seed):
+    for task in tasks(image_id, seed, tail):
         (train / f"{task.id}.json").write_text(task.model_dump_json(exclude={"id"}, exclude_defaults=True) + "\n")
     return folder
 

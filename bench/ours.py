@@ -18,6 +18,7 @@ from sqlmodel import col, select
 from temporalio.client import Client, WorkflowFailureError
 
 from bench.batches import Collection, EpisodeUse, TurnUse
+from bench.idle import Idle
 from storage.database import session
 from storage.tables import Batch, Episode, Group, Run, Turn
 from workflows.contracts import VALID, Queue, RunState
@@ -78,7 +79,7 @@ async def cancel(client: Client, run: str) -> None:
         return
 
 
-def collected(database: Engine, run: str, *, by_number: bool, idle: float) -> Collection:
+def collected(database: Engine, run: str, idle: Idle, *, by_number: bool) -> Collection:
     """What the rows say of the run's first batch. Raises SystemExit where it has none."""
     batch = _batch(database, run)
     if batch is None:
@@ -103,7 +104,8 @@ def collected(database: Engine, run: str, *, by_number: bool, idle: float) -> Co
             for episode in episodes
             if episode.ended_at <= batch.reserved_at
         ],
-        idle=idle,
+        idle=idle.share,
+        cpu_busy=idle.cpu_busy,
         by_number=by_number,
         began=sum(group.started_at <= batch.reserved_at for group in groups.values()),
         lead_s=waited.pop("to_trainable_batch"),

@@ -17,7 +17,7 @@ def test_a_quick_collection_is_one_round_without_levers() -> None:
 
 def test_a_collection_is_256_trajectories_and_every_lever() -> None:
     options = collection.arguments([])
-    assert options.groups * options.group_size == 256
+    assert options.groups * options.group_size == options.in_flight == 256
     assert [lever.name for lever in options.levers] == [lever.name for lever in collection.LEVERS]
 
 

@@ -13,7 +13,7 @@ from activities.generation.transcript import Template
 from bench.baseline import SynchronousCollector, leftovers
 from bench.collection import load_image
 from bench.durability import LIMITS, tokenizer_folder
-from bench.long_tail import load_of, write_folder
+from bench.long_tail import Tail, load_of, write_folder
 from bench.stub_engine import TURNS, StubEngine
 from tasksets import open_taskset
 from tests.sandbox.conftest import docker_host as docker_host
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.docker
 
 async def test_a_batch_ends_when_all_its_groups_have_and_leaves_no_container(docker_host: str, tmp_path: Path) -> None:
     template = Template.load(str(tokenizer_folder(tmp_path / "model")))
-    folder = str(write_folder(tmp_path / "tasks", await load_image(docker_host), 0))
-    fast, slow = (
-        next(task_id for task_id in open_taskset(folder).ids(Split.TRAIN) if load_of(task_id, 0).pace_s == seconds)
-        for seconds in (0, 1)
-    )
+    tail = Tail(median_s=0.3)
+    folder = str(write_folder(tmp_path / "tasks", await load_image(docker_host), 0, tail))
+    paces = {task_id: load_of(task_id, 0, tail).pace_s for task_id in open_taskset(folder).ids(Split.TRAIN)}
+    fast = min(paces, key=lambda task_id: paces[task_id])
+    slow = next(task_id for task_id, pace_s in paces.items() if 1 <= pace_s < 1.5)
     tasks = [TaskRef(taskset=folder, split=Split.TRAIN, task_id=task_id) for task_id in (fast, slow)]
     async with (
         TestServer(StubEngine(template, "run:0").application()) as server,
@@ -45,6 +45,6 @@ async def test_a_batch_ends_when_all_its_groups_have_and_leaves_no_container(doc
     assert sorted(found.closed_s) == [5, 6]
     assert found.seconds >= max(found.closed_s.values())
     assert [len(played.turns) for played in found.episodes] == [TURNS] * 4
-    # Three commands, each of which waits for a second where the task's environment says so.
-    assert found.closed_s[6] >= TURNS - 1
+    # Three commands, each of which waits for as long as the task's environment says.
+    assert found.closed_s[6] >= (TURNS - 1) * paces[slow]
     assert all(turn.prefix for played in found.episodes for turn in played.turns[1:])

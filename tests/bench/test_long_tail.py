@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+import math
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from activities.sandbox.image import busybox_layer
-from bench.long_tail import BUSY, NOT_READY, PACES_S, load_of, paced_layer, tasks, write_folder
+from bench.long_tail import BUSY, NOT_READY, SLOW, TAIL, Tail, load_of, paced_layer, tasks, write_folder
 from tasksets import open_taskset, pick
 from tasksets.shell import ShellTaskset
 from workflows.contracts import Split
@@ -32,13 +33,22 @@ def test_a_run_takes_its_tasks_from_the_folder(tmp_path: Path) -> None:
     assert all(taskset.load(ref.task_id).image == IMAGE for ref in picked)
 
 
-@pytest.mark.parametrize("shares", [PACES_S, BUSY])
-def test_shares_are_those_of_the_table(shares: tuple[tuple[float, int], ...]) -> None:
-    assert sum(share for share, _ in shares) == pytest.approx(1)
+def test_shares_are_those_of_the_table() -> None:
+    assert sum(share for share, _ in BUSY) == pytest.approx(1)
     loads = [load_of(f"count-{number:04d}", 0) for number in range(4000)]
-    for share, value in shares:
-        found = sum((load.pace_s if shares is PACES_S else load.busy) == value for load in loads)
-        assert found / len(loads) == pytest.approx(share, abs=0.03)
+    for share, value in BUSY:
+        assert sum(load.busy == value for load in loads) / len(loads) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize("tail", [TAIL, Tail(median_s=0.5, sigma=0.5)])
+def test_paces_are_log_normal_over_the_tasks(tail: Tail) -> None:
+    loads = [load_of(f"count-{number:04d}", 0, tail) for number in range(4000)]
+    paces = sorted(load.pace_s for load in loads)
+    assert paces[2000] == pytest.approx(tail.median_s, rel=0.1)
+    assert paces[3365] == pytest.approx(tail.median_s * math.exp(tail.sigma), rel=0.1), "one standard deviation above"
+    assert max(paces) <= tail.longest_s
+    assert all(load.slow for load in loads if load.pace_s > SLOW * tail.median_s or load.busy)
+    assert not any(load.slow for load in loads if load.pace_s <= SLOW * tail.median_s and not load.busy)
 
 
 def test_only_the_environment_and_the_long_answers_differ_from_shell() -> None:
@@ -47,7 +57,7 @@ def test_only_the_environment_and_the_long_answers_differ_from_shell() -> None:
     for task in tasks(IMAGE, 0):
         plain, load = shell.load(task.id), load_of(task.id, 0)
         assert (task.instruction, task.oracle) == (plain.instruction, plain.oracle)
-        assert ("/data/.bench/pace" in task.setup) == (load.pace_s > 0)
+        assert f"echo {load.pace_s} > /data/.bench/pace" in task.setup
         assert ("/data/.bench/busy" in task.setup) == (load.busy > 0)
         if task.oracle_answer != plain.oracle_answer:
             lengthened += 1

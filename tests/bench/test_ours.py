@@ -6,6 +6,7 @@ from sqlmodel import select
 
 from bench import ours
 from bench.batches import TurnUse
+from bench.idle import Idle
 from storage import queries
 from storage.database import session
 from storage.tables import Batch, Turn
@@ -37,14 +38,16 @@ def recorded(database: Engine) -> float:
 
 
 def test_complete_groups_are_those_whose_siblings_all_ended_before_the_cut(database: Engine, recorded: float) -> None:
-    found = ours.collected(database, "r", by_number=False, idle=0.5)
+    idle = Idle([])
+    idle.share, idle.cpu_busy = 0.5, 0.75
+    found = ours.collected(database, "r", idle, by_number=False)
     assert found.closed_s == pytest.approx({0: 4.0, 1: 11.0, 2: 7.0}, abs=0.01)
-    assert (found.lead_s, found.idle, found.began) == (12.0, 0.5, 5)
+    assert (found.lead_s, found.idle, found.cpu_busy, found.began) == (12.0, 0.5, 0.75, 5)
     assert "to_trainable_batch" not in found.parts
 
 
 def test_a_turn_is_measured_against_what_the_one_before_left(database: Engine, recorded: float) -> None:
-    found = ours.collected(database, "r", by_number=False, idle=0.0)
+    found = ours.collected(database, "r", Idle([]), by_number=False)
     first = next(episode for episode in found.episodes if any(turn.cached for turn in episode.turns))
     assert first.group == 0
     assert first.turns == [TurnUse(0, 0, 10), TurnUse(60, 32, 10)]
@@ -54,4 +57,4 @@ def test_a_run_without_a_batch_is_no_measurement(database: Engine) -> None:
     with session(database) as opened:
         rows.put_run(opened)
     with pytest.raises(SystemExit, match="r has no batch"):
-        ours.collected(database, "r", by_number=False, idle=0.0)
+        ours.collected(database, "r", Idle([]), by_number=False)
