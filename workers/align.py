@@ -1,8 +1,9 @@
 """`ratchet align MODEL`: do engine and trainer compute the same probabilities, and in which setting best?
 
 A real engine of each dtype samples answers to tasks at several temperatures, one request at a time and all at once;
-the trainer of each dtype and attention scores the same tokens, row by row and in one padded batch. What differs is
-numerics alone: the weights are the same files. Everything runs in a temporary folder, beside whatever else is up.
+the trainer of each dtype and attention scores the same tokens, row by row and in one padded batch, for a mixture of
+experts through the engine's experts and through its own. What differs is numerics alone: the weights are the same
+files. Everything runs in a temporary folder, beside whatever else is up.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -66,6 +67,7 @@ class Sampled:
     token_ids: list[int]
     logprobs: list[float]
     temperature: float
+    routed_experts: str
     together: bool
     """Made beside all the others, not alone."""
 
@@ -77,6 +79,8 @@ class Alignment(BaseModel):
     engine_dtype: str
     trainer_dtype: str
     attention: str
+    routing: Literal["", "replayed", "own"] = ""
+    """Of a mixture of experts: whose experts the trainer took, the engine's or its own."""
     tokens: int
     mismatch_kl: float
     mismatch_kl_worst: float
@@ -97,7 +101,7 @@ class Aligned(BaseModel):
 
     model: str
     rows: list[Alignment]
-    recommended: dict[str, str]
+    recommended: dict[str, str | bool]
     """Fields of run.json's `training`."""
     good: bool
     """Whether the recommended setting is below the default of training.max_mismatch_kl in its worst case."""
@@ -111,13 +115,14 @@ def align(model: Path, options: Options, say: Say) -> Aligned:
         sampled = asyncio.run(_sample(model, dtype, options))
         for trainer_dtype, attention in product(options.dtypes, options.attention):
             say(f"a trainer in {trainer_dtype} with {attention} scores {len(sampled)} answers of {dtype}")
-            rows.append(_compare(model, sampled, dtype, trainer_dtype, attention))
+            rows += _compare(model, sampled, dtype, trainer_dtype, attention)
     rows.sort(key=lambda row: (not row.possible, row.mismatch_kl_worst))
     best = rows[0]
     return Aligned(
         model=str(model),
         rows=rows,
-        recommended={"dtype": best.trainer_dtype, "attention": best.attention},
+        recommended={"dtype": best.trainer_dtype, "attention": best.attention}
+        | ({"replay_routing": best.routing == "replayed"} if best.routing else {}),
         good=best.possible and best.mismatch_kl_worst <= TrainingConfig().max_mismatch_kl,
     )
 
@@ -140,7 +145,7 @@ async def _sample(model: Path, dtype: str, options: Options) -> list[Sampled]:
                 seed=number,
                 stop_token_ids=[template.end_of_turn],
             )
-            return Sampled(prompts[number], made.token_ids, made.logprobs, temperature, together)
+            return Sampled(prompts[number], made.token_ids, made.logprobs, temperature, made.routed_experts, together)
 
         found: list[Sampled] = []
         for temperature in options.temperatures:
@@ -181,39 +186,49 @@ async def _engine(model: Path, dtype: str, context_length: int) -> AsyncIterator
 
 def _compare(
     model: Path, sampled: Sequence[Sampled], engine_dtype: str, trainer_dtype: str, attention: str
-) -> Alignment:
+) -> list[Alignment]:
+    """One line; of a mixture of experts one for each way to choose them."""
     import torch
 
-    from activities.training.agreement import mismatch_metrics
     from activities.training.engine import Trainer
 
     training = TrainingConfig.model_validate({"dtype": trainer_dtype, "attention": attention})
     trainer = Trainer(model, training, seed=0)
-    cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    ways = ("replayed", "own") if any(one.routed_experts for one in sampled) else ("",)
+    cases: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {way: {} for way in ways}
     try:
-        for name, items, parts in _cases(sampled):
+        for way, (name, items, parts) in product(ways, _cases(sampled)):
+            if way == "own":
+                items = [replace(item, experts=None) for item in items]
             policy = torch.cat([_scored(trainer, items, rows) for rows in parts])
             order = [row for rows in parts for row in rows]
             behaviour = np.concatenate([items[row].logprobs[items[row].loss_mask] for row in order])
-            cases[name] = policy, torch.from_numpy(behaviour)
+            cases[way][name] = policy, torch.from_numpy(behaviour)
     finally:
         trainer.close()
+    setting = {"engine_dtype": engine_dtype, "trainer_dtype": trainer_dtype, "attention": attention}
+    return [_alignment(found, setting | {"routing": way}) for way, found in cases.items()]
+
+
+def _alignment(cases: Mapping[str, tuple[torch.Tensor, torch.Tensor]], setting: Mapping[str, str]) -> Alignment:
+    import torch
+
+    from activities.training.agreement import mismatch_metrics
+
     found = {name: mismatch_metrics(*pair) for name, pair in cases.items()}
     worst = max(found, key=lambda name: found[name]["mismatch_kl/mean"])
     whole = mismatch_metrics(*(torch.cat(side) for side in zip(*cases.values(), strict=True)))
-    return Alignment(
-        engine_dtype=engine_dtype,
-        trainer_dtype=trainer_dtype,
-        attention=attention,
-        tokens=sum(len(policy) for policy, _ in cases.values()),
-        mismatch_kl=whole["mismatch_kl/mean"],
-        mismatch_kl_worst=found[worst]["mismatch_kl/mean"],
-        worst=worst,
-        mismatch_kl_max=whole["mismatch_kl/max"],
-        mismatch_abs=whole["mismatch_abs/mean"],
-        mismatch_abs_max=whole["mismatch_abs/max"],
-        far_share=whole["mismatch_abs/far_share"],
-    )
+    figures = {
+        "tokens": sum(len(policy) for policy, _ in cases.values()),
+        "mismatch_kl": whole["mismatch_kl/mean"],
+        "mismatch_kl_worst": found[worst]["mismatch_kl/mean"],
+        "worst": worst,
+        "mismatch_kl_max": whole["mismatch_kl/max"],
+        "mismatch_abs": whole["mismatch_abs/mean"],
+        "mismatch_abs_max": whole["mismatch_abs/max"],
+        "far_share": whole["mismatch_abs/far_share"],
+    }
+    return Alignment.model_validate({**setting, **figures})
 
 
 def _cases(sampled: Sequence[Sampled]) -> Iterator[tuple[str, list[Trajectory], list[list[int]]]]:
@@ -229,7 +244,7 @@ def _cases(sampled: Sequence[Sampled]) -> Iterator[tuple[str, list[Trajectory], 
 
 
 def _trajectory(one: Sampled) -> Trajectory:
-    from activities.training.batch import Trajectory
+    from activities.training.batch import Trajectory, decoded_experts
 
     length, prompt = len(one.prompt) + len(one.token_ids), len(one.prompt)
     mask = np.zeros(length, np.bool_)
@@ -245,6 +260,7 @@ def _trajectory(one: Sampled) -> Trajectory:
         logprobs=logprobs,
         temperatures=np.full(length, one.temperature),
         versions=np.where(mask, 0, -1),
+        experts=decoded_experts("align", [one.routed_experts], length),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -47,20 +48,27 @@ def run_align(
 def render(found: Aligned, console: Console) -> None:
     """Distances in nats; best first, then what run.json can't say."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("engine", "trainer", "attention"):
+    mixture = any(row.routing for row in found.rows)
+    for name in ("engine", "trainer", "attention", *(["experts"] if mixture else [])):
         table.add_column(name, no_wrap=True)
     for name in ("tokens", "mismatch_kl", "worst case", "max", "mean |Δ|", "max |Δ|", "|Δ| > 0.1"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
         figures = (row.mismatch_kl, row.mismatch_kl_worst, row.mismatch_kl_max, row.mismatch_abs, row.mismatch_abs_max)
-        cells = [row.engine_dtype, row.trainer_dtype, row.attention, str(row.tokens)]
+        cells = [
+            row.engine_dtype,
+            row.trainer_dtype,
+            row.attention,
+            *([row.routing] if mixture else []),
+            str(row.tokens),
+        ]
         style = "" if row.possible else "dim"
         table.add_row(*cells, *(f"{value:.1e}" for value in figures), f"{row.far_share:.2%}", style=style)
     # As wide as its content: a narrow terminal folds the line itself, and nothing is cut.
     console.width = max(console.width, Console(width=10_000).measure(table).maximum)
     console.print(table)
     best = found.rows[0]
-    words = ", ".join(f'"{name}": "{value}"' for name, value in found.recommended.items())
+    words = json.dumps(found.recommended).strip("{}")
     console.print(Text(f'recommended: "training": {{{words}}}; its worst case is {best.worst}'))
     if not found.good:
         console.print(Text("even that is beyond training.max_mismatch_kl: a run would stop", style="bold red"))

@@ -172,6 +172,11 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
+    replay_routing: bool = Field(
+        True,
+        description="Mixture of experts: tokens go through the experts in the trainer that they went through in the"
+        " engine.",
+    )
     replay_share: float = Field(
         0.0,
         ge=0,

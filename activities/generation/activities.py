@@ -118,6 +118,8 @@ class GenerationActivities:
                         cache_salt=grant.cache_salt,
                         affinity=ask.affinity,
                         timeout_s=message.timeout_s,
+                        # The last token of the turn before went through no layer when it was sampled.
+                        routed_from=max(0, sum(len(segment.token_ids) for segment in earlier) - 1),
                     )
                     versions = await proven_versions(grant.witnesses, message.run, answer)
                     return answer, versions, grant.client.info.name, waited_s
@@ -220,4 +222,5 @@ def _segment(
         text=text,
         engine=engine,
         cached_tokens=answer.cached_tokens,
+        routed_experts=answer.routed_experts,
     )

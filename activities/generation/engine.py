@@ -75,6 +75,8 @@ class Generation:
     spans: list[VersionSpan]
     finish_reason: FinishReason
     cached_tokens: int
+    routed_experts: str = ""
+    """As in Segment; empty from an engine that does not say."""
 
     @property
     def labels(self) -> set[str]:
@@ -110,8 +112,11 @@ class EngineClient:
         cache_salt: str | None = None,
         affinity: Affinity | None = None,
         timeout_s: float = GENERATE_S,
+        routed_from: int = 0,
     ) -> Generation:
         """Sample up to `max_tokens` tokens after `token_ids`. A sampled stop token is part of the answer.
+
+        An engine that serves a mixture of experts tells the experts of the tokens from index `routed_from` on.
 
         Of the engine's cached prefixes only those made under the same `cache_salt` are used. An answer that takes
         longer than `timeout_s` from an engine that works is a final EngineError: it would as well the next time."""
@@ -122,6 +127,7 @@ class EngineClient:
             "stop_token_ids": stop_token_ids,
             "logprobs": 0,
             "detokenize": False,
+            "routed_experts_prompt_start": routed_from,
         }
         body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "priority": priority}
         if cache_salt is not None:
@@ -284,6 +290,7 @@ def _generation(answer: dict[str, Any], engine: str) -> Generation:
         spans=spans,
         finish_reason=finish,
         cached_tokens=_cached(answer),
+        routed_experts=choice.get("routed_experts") or "",
     )
     covered = [index for span in spans for index in range(span.start, span.end)]
     if covered != list(range(len(generation.token_ids))) or len(generation.logprobs) != len(generation.token_ids):

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from activities.lifetime import end_with_parent
 from workflows.contracts import Message
@@ -92,14 +93,25 @@ def device() -> str:
 def kv_cache_bytes(spec: EngineSpec, on: str) -> int:
     """Room for MAX_SEQUENCES full contexts, within bounds: 2 (key, value) x layers x kv heads x head_dim x bytes of the
     dtype per token."""
-    config = json.loads((Path(spec.model) / "config.json").read_text())
-    config = config.get("text_config", config)
+    config = _text_config(spec)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = 4 if spec.dtype == "float32" else 2
     per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * width
     wanted: int = per_token * spec.context_length * MAX_SEQUENCES
     return max(KV_BYTES_MIN, min(wanted, KV_BYTES_MAX[on]))
+
+
+def routes_experts(spec: EngineSpec) -> bool:
+    """Whether it is a mixture of experts, whose engine tells which of them each token went through."""
+    config = _text_config(spec)
+    return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _text_config(spec: EngineSpec) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(spec.model) / "config.json").read_text())
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
 
 
 def command(spec: EngineSpec, port: int, *, on: str) -> list[str]:
@@ -124,6 +136,8 @@ def command(spec: EngineSpec, port: int, *, on: str) -> list[str]:
         "worker-extension-cls": "activities.generation.worker_extension.WorkerExtension",
     }
     flags = ["--enforce-eager", "--enable-scale-out", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"]
+    if routes_experts(spec):
+        flags.append("--enable-return-routed-experts")
     flags += ["--disable-uvicorn-access-log", "--served-model-name", SERVED_NAME, spec.fingerprint]
     return ["-m", MODULE, *(f"--{name}={value}" for name, value in options.items()), *flags]
 

@@ -9,15 +9,19 @@ Shapes: T tokens of a trajectory, B rows and T columns of a micro-batch.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from activities.training.routing_replay import UNKNOWN
 from workflows.contracts import Segment, derive_seed
 
 
@@ -37,6 +41,8 @@ class Trajectory:
     logprobs: NDArray[np.float64]
     temperatures: NDArray[np.float64]
     versions: NDArray[np.int64]
+    experts: NDArray[np.unsignedinteger[Any]] | None = None
+    """Shape (T - 1, layers, experts per token): which experts all tokens but the last went through in the engine."""
     replayed: bool = False
     """An archived success that joined the group: it counts as a sibling, but not as the policy's own doing."""
 
@@ -76,6 +82,11 @@ def trajectory(attempt_id: str, group_id: str, reward: float, segments: Sequence
             [segment.temperature for segment in segments for _ in segment.token_ids], dtype=np.float64
         ),
         versions=np.array([item for segment in segments for item in segment.versions], dtype=np.int64),
+        experts=decoded_experts(
+            attempt_id,
+            [segment.routed_experts for segment in segments],
+            sum(len(segment.token_ids) for segment in segments),
+        ),
     )
     sampled = made.logprobs[made.loss_mask]
     if not set(mask) <= {0, 1} or not any(mask) or mask[0]:
@@ -89,6 +100,21 @@ def trajectory(attempt_id: str, group_id: str, reward: float, segments: Sequence
     return made
 
 
+def decoded_experts(attempt_id: str, segments: Sequence[str], tokens: int) -> NDArray[np.unsignedinteger[Any]] | None:
+    """The experts of a trajectory's tokens but the last, from what its segments record; None where one does not say.
+
+    Raises ValueError where one can't be read, or they are not those of so many tokens."""
+    if not all(segments):
+        return None
+    parts = [np.load(io.BytesIO(base64.b64decode(segment)), allow_pickle=False) for segment in segments]
+    shapes = {part.shape[1:] for part in parts}
+    if sum(map(len, parts)) != tokens - 1 or len(shapes) != 1 or parts[0].ndim != 3:
+        found = ", ".join(str(part.shape) for part in parts)
+        raise ValueError(f"{attempt_id}: routed experts of shape {found} are not those of {tokens} tokens")
+    whole: NDArray[np.unsignedinteger[Any]] = np.concatenate(parts)
+    return whole
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of one forward pass, padded right to the longest. `rows[b]` is the index of row b in the caller's list."""
@@ -99,6 +125,8 @@ class MicroBatch:
     position_ids_BT: torch.Tensor
     loss_mask_BT: torch.Tensor
     temperature_BT: torch.Tensor
+    experts_BTLK: torch.Tensor | None = None
+    """UNKNOWN for padding, for last tokens, and for trajectories of which nothing is known."""
 
     @property
     def rows_N(self) -> torch.Tensor:
@@ -155,4 +183,17 @@ def pad(trajectories: Sequence[Trajectory], rows: list[int], device: torch.devic
         position_ids_BT=torch.from_numpy(positions).to(device),
         loss_mask_BT=torch.from_numpy(loss_mask).to(device),
         temperature_BT=torch.from_numpy(temperature).to(device),
+        experts_BTLK=_padded_experts(chosen, shape, device),
     )
+
+
+def _padded_experts(
+    chosen: Sequence[Trajectory], shape: tuple[int, int], device: torch.device | str
+) -> torch.Tensor | None:
+    known = {row: item.experts for row, item in enumerate(chosen) if item.experts is not None}
+    if not known:
+        return None
+    experts = np.full((*shape, *next(iter(known.values())).shape[1:]), UNKNOWN, np.int16)
+    for row, found in known.items():
+        experts[row, : len(found)] = found
+    return torch.from_numpy(experts).to(device)

@@ -21,6 +21,7 @@ from activities.training.batch import MicroBatch
 from activities.training.deepspeed_config import deepspeed_config
 from activities.training.logprobs import sampled_logprobs
 from activities.training.ranks import join, rank, world_size
+from activities.training.routing_replay import RoutingReplay
 from workflows.config import TrainingConfig
 from workflows.errors import TrainerError
 
@@ -55,6 +56,7 @@ class Trainer:
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise TrainerError(f"{folder}: not a causal language model: {error}", retryable=False) from error
+        self._plain, self._names = model, _own_names(model)
         self.tensors = _own_tensors(model, self.dtype)
         _require_file_names(folder, self.tensors)
         self.vocab_size = int(model.config.vocab_size)
@@ -65,6 +67,7 @@ class Trainer:
             model = with_adapter(model, training, folder)
             self.adapter_config = config_of(model)
             self._adapter_scale = self.adapter_config["lora_alpha"] / training.lora_rank
+        self.routing = RoutingReplay(model) if training.replay_routing else None
         if training.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._engine, *_ = deepspeed.initialize(
@@ -91,6 +94,8 @@ class Trainer:
 
     def logprobs(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs [N], entropy [N]) of the sampled tokens of a micro-batch, at their temperatures."""
+        if self.routing is not None:
+            self.routing.take(micro.experts_BTLK)
         return self._sampled(self._engine, micro)
 
     def _sampled(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,14 +232,13 @@ class Trainer:
 
         On the CPU they share the trainer's memory: use them before the next step."""
         state = self._whole()
-
-        def tensor(name: str) -> torch.Tensor:
-            return merged(state, name, self._adapter_scale) if self.adapter_config else state[name]
-
+        if state and self.adapter_config:
+            state = {name: merged(state, name, self._adapter_scale) for name in self._names}
+        kept = {item.name: getattr(torch, item.dtype) for item in self.tensors}
         return {
-            item.name: tensor(item.name).detach().to("cpu", getattr(torch, item.dtype)).contiguous()
-            for item in self.tensors
-            if state and (self.adapter_config or item.name in state)
+            name: value.detach().to("cpu", kept[name]).contiguous()
+            for name, value in _as_saved(self._plain, state).items()
+            if name in kept
         }
 
     def adapter(self) -> dict[str, torch.Tensor]:
@@ -286,17 +290,29 @@ def _own_tensors(model: Any, dtype: torch.dtype) -> list[TensorInfo]:
     """Name, shape and dtype of everything that makes the model: parameters (a tied one under its first name, frozen
     ones too) and the buffers that are saved with it."""
     state = model.state_dict()
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    first = {name for name, _ in model.named_parameters()}
+    saved = _as_saved(model, {name: state[name] for name in _own_names(model)})
     return [
         TensorInfo(
             name=name,
             shape=list(value.shape),
             dtype=str(dtype if value.is_floating_point() else value.dtype).removeprefix("torch."),
         )
-        for name, value in state.items()
-        if name not in aliases or name in first
+        for name, value in saved.items()
     ]
+
+
+def _own_names(model: Any) -> list[str]:
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    first = {name for name, _ in model.named_parameters()}
+    return [name for name in model.state_dict() if name not in aliases or name in first]
+
+
+def _as_saved(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as the model's files have them: transformers holds experts of a layer as one, files one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return saved
 
 
 def _require_file_names(folder: Path, tensors: list[TensorInfo]) -> None:

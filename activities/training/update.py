@@ -61,7 +61,8 @@ def make_update(
     advantages = advantages_of(batch, config)
     signal = {item.group_id for item in batch if advantages[item.attempt_id] != 0.0}
     trained = [item for item in batch if item.group_id in signal]
-    metrics = _batch_metrics(batch, advantages) | {"groups/no_signal": float(len(_groups(batch) - signal))}
+    metrics = _batch_metrics(batch, advantages) | _routing_metrics(trainer, batch)
+    metrics["groups/no_signal"] = float(len(_groups(batch) - signal))
     if not trained:
         return UpdateResult(metrics, advantages, void="no group has two different rewards")
     proximal, entropy = everywhere(score, trainer, trained, training.micro_batch_tokens, work)
@@ -239,3 +240,10 @@ def _batch_metrics(batch: list[Trajectory], advantages: dict[str, float]) -> dic
         "tokens": float(sum(item.sequence_tokens for item in batch)),
         "sampled_tokens": float(sum(item.sampled_tokens for item in batch)),
     }
+
+
+def _routing_metrics(trainer: Trainer, batch: list[Trajectory]) -> dict[str, float]:
+    """Of a mixture-of-experts policy, the share of the trajectories whose experts are those of the engine."""
+    if trainer.routing is None or not trainer.routing.layers:
+        return {}
+    return {"routing/replayed_share": float(np.mean([item.experts is not None for item in batch]))}

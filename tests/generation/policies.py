@@ -56,14 +56,27 @@ def make_tokenizer(template: str, *, eos: str, adds_bos: bool = False) -> Any:
 
 def save_policy(folder: Path, *, seed: int, hidden: int = 64) -> Any:
     """A random Qwen3 of 0.1 M parameters with tied embeddings, as a Hugging Face folder; returns the model."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _saved(folder, seed, hidden, Qwen3Config, Qwen3ForCausalLM)
+
+
+def save_mixture(folder: Path, *, seed: int, hidden: int = 64) -> Any:
+    """The same with 16 experts in each layer, of which a token goes through four."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return _saved(folder, seed, hidden, Qwen3MoeConfig, Qwen3MoeForCausalLM, **experts)
+
+
+def _saved(folder: Path, seed: int, hidden: int, config_type: Any, model_type: Any, **more: Any) -> Any:
+    import torch
 
     tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = Qwen3Config(
+        config = config_type(
             vocab_size=len(tokenizer),
             hidden_size=hidden,
             intermediate_size=2 * hidden,
@@ -77,7 +90,8 @@ def save_policy(folder: Path, *, seed: int, hidden: int = 64) -> Any:
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            **more,
         )
-        model = Qwen3ForCausalLM(config).float().eval()
+        model = model_type(config).float().eval()
     model.save_pretrained(folder)
     return model

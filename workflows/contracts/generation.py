@@ -89,3 +89,7 @@ class Segment(Message):
     text: str
     engine: str
     cached_tokens: int = 0
+    routed_experts: str = ""
+    """Of a mixture-of-experts policy, which experts its tokens went through in the engine: base64 of a .npy of shape
+    (tokens, layers, experts per token), from the last token before this turn's, which had not been through yet when it
+    was sampled, to this turn's last but one. Empty where the engine does not say."""
