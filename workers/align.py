@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from activities.generation.engine import EngineClient
 from activities.generation.harness import initial_messages
-from activities.generation.server import EngineSpec
+from activities.generation.server import EngineSpec, routes_experts
 from activities.generation.serving import serve
 from activities.generation.transcript import Template
 from tasksets.shell import ShellTaskset
@@ -115,8 +115,9 @@ def align(model: Path, options: Options, say: Say) -> Aligned:
         sampled = asyncio.run(_sample(model, dtype, options))
         for trainer_dtype, attention in product(options.dtypes, options.attention):
             say(f"a trainer in {trainer_dtype} with {attention} scores {len(sampled)} answers of {dtype}")
-            rows += _compare(model, sampled, dtype, trainer_dtype, attention)
-    rows.sort(key=lambda row: (not row.possible, row.mismatch_kl_worst))
+            rows += compare(model, sampled, dtype, trainer_dtype, attention)
+    # Through the engine's experts is never worse but for rounding, which would decide between equals.
+    rows.sort(key=lambda row: (not row.possible, row.routing == "own", row.mismatch_kl_worst))
     best = rows[0]
     return Aligned(
         model=str(model),
@@ -144,9 +145,12 @@ async def _sample(model: Path, dtype: str, options: Options) -> list[Sampled]:
                 max_tokens=options.tokens,
                 seed=number,
                 stop_token_ids=[template.end_of_turn],
+                routed_from=0 if routes_experts(str(model)) else None,
             )
             return Sampled(prompts[number], made.token_ids, made.logprobs, temperature, made.routed_experts, together)
 
+        # What an engine tells of experts may begin with the second request.
+        await answer(0, 1.0, False)
         found: list[Sampled] = []
         for temperature in options.temperatures:
             found += [await answer(number, temperature, False) for number in range(len(prompts))]
@@ -184,7 +188,7 @@ async def _engine(model: Path, dtype: str, context_length: int) -> AsyncIterator
 # --- the trainer --------------------------------------------------------------------------------------------------
 
 
-def _compare(
+def compare(
     model: Path, sampled: Sequence[Sampled], engine_dtype: str, trainer_dtype: str, attention: str
 ) -> list[Alignment]:
     """One line; of a mixture of experts one for each way to choose them."""

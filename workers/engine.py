@@ -22,6 +22,7 @@ from activities.generation.server import (
     environment,
     pid_path,
     read_spec,
+    routes_experts,
 )
 from workers.settings import Settings, inherited_environment
 from workers.stack.state import scratch_root
@@ -68,7 +69,8 @@ def main() -> None:
     spec = wait_for_spec(home, options.name)
     on = device()
     arguments = [sys.executable, *command(spec, options.port, on=on)]
-    env = environment(inherited_environment(), on=on, cores=len(os.sched_getaffinity(0)))
+    cores, mixture = len(os.sched_getaffinity(0)), routes_experts(spec.model)
+    env = environment(inherited_environment(), on=on, cores=cores, mixture=mixture)
     env |= {
         "TMPDIR": str(scratch_folder(home, options.name)),
         "TORCHINDUCTOR_CACHE_DIR": str(home / "cache" / "inductor"),

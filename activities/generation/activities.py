@@ -18,6 +18,7 @@ from temporalio import activity
 from activities.generation.engine import Affinity, EngineClient, Generation
 from activities.generation.harness import initial_messages, observation_message, parse_action
 from activities.generation.routing import Ask, Cached, EnginePool
+from activities.generation.server import routes_experts
 from activities.generation.transcript import Template
 from storage.objects import ObjectStore
 from tasksets.base import Taskset
@@ -118,8 +119,7 @@ class GenerationActivities:
                         cache_salt=grant.cache_salt,
                         affinity=ask.affinity,
                         timeout_s=message.timeout_s,
-                        # The last token of the turn before went through no layer when it was sampled.
-                        routed_from=max(0, sum(len(segment.token_ids) for segment in earlier) - 1),
+                        routed_from=_routed_from(message.model, earlier),
                     )
                     versions = await proven_versions(grant.witnesses, message.run, answer)
                     return answer, versions, grant.client.info.name, waited_s
@@ -146,6 +146,11 @@ class GenerationActivities:
 def segment_key(run: str, attempt_id: str, turn: int, activity_attempt: int) -> str:
     """Each try has a key of its own: a slow older one can't replace what a newer one has reported."""
     return f"runs/{run}/trajectories/{attempt_id.removeprefix(f'{run}/')}/t{turn}-{activity_attempt}.json"
+
+
+def _routed_from(model: str, earlier: list[Segment]) -> int | None:
+    """The last token of the turn before went through no layer when it was sampled."""
+    return max(0, sum(len(segment.token_ids) for segment in earlier) - 1) if routes_experts(model) else None
 
 
 def _ask(message: GenerateInput, earlier: list[Segment]) -> Ask:

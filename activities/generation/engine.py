@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -112,11 +112,12 @@ class EngineClient:
         cache_salt: str | None = None,
         affinity: Affinity | None = None,
         timeout_s: float = GENERATE_S,
-        routed_from: int = 0,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample up to `max_tokens` tokens after `token_ids`. A sampled stop token is part of the answer.
 
-        An engine that serves a mixture of experts tells the experts of the tokens from index `routed_from` on.
+        `routed_from`: of a mixture of experts, the token from whose index on the experts are wanted; what an engine
+        does not know of them is no failure.
 
         Of the engine's cached prefixes only those made under the same `cache_salt` are used. An answer that takes
         longer than `timeout_s` from an engine that works is a final EngineError: it would as well the next time."""
@@ -127,8 +128,9 @@ class EngineClient:
             "stop_token_ids": stop_token_ids,
             "logprobs": 0,
             "detokenize": False,
-            "routed_experts_prompt_start": routed_from,
         }
+        if routed_from is not None:
+            sampling["routed_experts_prompt_start"] = routed_from
         body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "priority": priority}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
@@ -140,7 +142,19 @@ class EngineClient:
             words = f"{self.info.name}: no answer within {timeout_s:g} s (rollout.generate_timeout_s)"
             raise EngineError(words, retryable=False) from error
         with self._reading():
-            return _generation(answer, self.info.name)
+            made = _generation(answer, self.info.name)
+        if routed_from is None or made.routed_experts:
+            return made
+        experts = await self._routed(answer, routed_from, len(token_ids) + len(made.token_ids) - 1)
+        return replace(made, routed_experts=experts)
+
+    async def _routed(self, answer: dict[str, Any], start: int, stop: int) -> str:
+        """From an engine that does not say it with the answer; empty where it can't say it at all."""
+        try:
+            told = await self._rpc("ratchet_routed", request_id=answer.get("request_id", ""), start=start, stop=stop)
+        except EngineError:
+            return ""
+        return str(told.get("experts", ""))
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each token given those before it, at temperature 1; the first is 0.0. Never cached."""
@@ -220,7 +234,7 @@ class EngineClient:
             return False
         return policy is not None and policy[2]
 
-    async def _rpc(self, method: str, **arguments: str) -> dict[str, Any]:
+    async def _rpc(self, method: str, **arguments: str | int) -> dict[str, Any]:
         body = {"method": method, "kwargs": arguments}
         answer = await self._call("POST", "/collective_rpc", json=body, read_s=CONTROL_S)
         with self._reading():

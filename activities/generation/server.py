@@ -93,7 +93,7 @@ def device() -> str:
 def kv_cache_bytes(spec: EngineSpec, on: str) -> int:
     """Room for MAX_SEQUENCES full contexts, within bounds: 2 (key, value) x layers x kv heads x head_dim x bytes of the
     dtype per token."""
-    config = _text_config(spec)
+    config = _text_config(spec.model)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = 4 if spec.dtype == "float32" else 2
@@ -102,14 +102,16 @@ def kv_cache_bytes(spec: EngineSpec, on: str) -> int:
     return max(KV_BYTES_MIN, min(wanted, KV_BYTES_MAX[on]))
 
 
-def routes_experts(spec: EngineSpec) -> bool:
-    """Whether it is a mixture of experts, whose engine tells which of them each token went through."""
-    config = _text_config(spec)
+def routes_experts(model: str) -> bool:
+    """Whether the model in this folder is a mixture of experts, of which an engine tells where each token went."""
+    if not (Path(model) / "config.json").is_file():
+        return False
+    config = _text_config(model)
     return any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def _text_config(spec: EngineSpec) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(spec.model) / "config.json").read_text())
+def _text_config(model: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
     text: dict[str, Any] = config.get("text_config", config)
     return text
 
@@ -136,18 +138,20 @@ def command(spec: EngineSpec, port: int, *, on: str) -> list[str]:
         "worker-extension-cls": "activities.generation.worker_extension.WorkerExtension",
     }
     flags = ["--enforce-eager", "--enable-scale-out", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"]
-    if routes_experts(spec):
+    if on == "cuda" and routes_experts(spec.model):
+        # On CPU the worker extension tells it: vLLM's own way needs a model runner that this build does not have.
         flags.append("--enable-return-routed-experts")
     flags += ["--disable-uvicorn-access-log", "--served-model-name", SERVED_NAME, spec.fingerprint]
     return ["-m", MODULE, *(f"--{name}={value}" for name, value in options.items()), *flags]
 
 
-def environment(base: Mapping[str, str], *, on: str, cores: int) -> dict[str, str]:
-    """The engine's environment. On CPU it gets half the threads, bound to no core: trainer, workers and
-    sandboxes run there too, and a kernel's threads that wait for a busy core cost more than they bring."""
+def environment(base: Mapping[str, str], *, on: str, cores: int, mixture: bool = False) -> dict[str, str]:
+    """The engine's environment; `mixture`: it serves a mixture of experts. On CPU it gets half the threads, bound to no
+    core: trainer, workers and sandboxes run there too, and a kernel's threads that wait for a busy core cost more than
+    they bring."""
     shared = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if on != "cpu":
-        return shared
+        return shared | ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if mixture else {})
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, cores // 2))}
     # The core is forked from the server, which has imported all of vLLM: spawned it would import all of it again.
     start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}

@@ -1,4 +1,5 @@
-"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, and a digest of what is loaded.
+"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, a digest of what is loaded, and on CPU
+the experts that a request's tokens went through.
 
 Runs inside vLLM's process (`--worker-extension-cls`); its methods are called by name through `/collective_rpc`, by
 EngineClient and nobody else. The caller has verified the files and paused the engine: a broken file here would take the
@@ -10,17 +11,29 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from activities.generation.routing_capture import RoutingCapture
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class, which has `model_runner`."""
 
     model_runner: Any
+    _ratchet_routing: RoutingCapture | None
 
     def ratchet_reload(self, path: str) -> dict[str, Any]:
         """Load the safetensors below `path` in place."""
         self.model_runner.reload_weights(weights_path=path)
         _repack_tied_head(self.model_runner.get_model())
+        _repack_experts(self.model_runner.get_model())
         return {}
+
+    def ratchet_routed(self, request_id: str = "", start: int = 0, stop: int = 0) -> dict[str, Any]:
+        """`{"experts": text}`: base64 of a .npy [stop - start, layers, experts per token], with -1 for what is not
+        known. Recording begins with the first call; of a request that was answered before the text is empty."""
+        capture: RoutingCapture | None = getattr(self, "_ratchet_routing", None)
+        if capture is None:
+            capture = self._ratchet_routing = RoutingCapture(self.model_runner)
+        return {"experts": capture.taken(request_id, start, stop)}
 
     def ratchet_digest(self) -> dict[str, Any]:
         """`{"digest": hex}`: equal for equal weights of one engine. The bits of each parameter are summed where they
@@ -41,3 +54,13 @@ def _repack_tied_head(model: Any) -> None:
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: Any) -> None:
+    """On CPU a layer's experts are packed for their kernel once, when the engine starts: after vLLM's reload they lie
+    there unpacked, and the kernel reads them as if they were not."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if type(experts).__module__.endswith(".cpu_moe") and hasattr(module, "w13_weight"):
+            experts.process_weights_after_loading(module)

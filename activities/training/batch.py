@@ -41,7 +41,7 @@ class Trajectory:
     logprobs: NDArray[np.float64]
     temperatures: NDArray[np.float64]
     versions: NDArray[np.int64]
-    experts: NDArray[np.unsignedinteger[Any]] | None = None
+    experts: NDArray[np.integer[Any]] | None = None
     """Shape (T - 1, layers, experts per token): which experts all tokens but the last went through in the engine."""
     replayed: bool = False
     """An archived success that joined the group: it counts as a sibling, but not as the policy's own doing."""
@@ -100,7 +100,7 @@ def trajectory(attempt_id: str, group_id: str, reward: float, segments: Sequence
     return made
 
 
-def decoded_experts(attempt_id: str, segments: Sequence[str], tokens: int) -> NDArray[np.unsignedinteger[Any]] | None:
+def decoded_experts(attempt_id: str, segments: Sequence[str], tokens: int) -> NDArray[np.integer[Any]] | None:
     """The experts of a trajectory's tokens but the last, from what its segments record; None where one does not say.
 
     Raises ValueError where one can't be read, or they are not those of so many tokens."""
@@ -111,7 +111,7 @@ def decoded_experts(attempt_id: str, segments: Sequence[str], tokens: int) -> ND
     if sum(map(len, parts)) != tokens - 1 or len(shapes) != 1 or parts[0].ndim != 3:
         found = ", ".join(str(part.shape) for part in parts)
         raise ValueError(f"{attempt_id}: routed experts of shape {found} are not those of {tokens} tokens")
-    whole: NDArray[np.unsignedinteger[Any]] = np.concatenate(parts)
+    whole: NDArray[np.integer[Any]] = np.concatenate(parts)
     return whole
 
 

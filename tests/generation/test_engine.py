@@ -23,7 +23,7 @@ async def test_an_answer_holds_ids_logprobs_and_the_version_spans_of_the_engine(
     assert answer.finish_reason is FinishReason.STOP
     sent = engine.requests[0]
     assert (sent["token_ids"], sent["priority"], sent["cache_salt"]) == ([1, 2, 3], 4, "s")
-    assert sent["sampling_params"] == {**ASKED, "logprobs": 0, "detokenize": False, "routed_experts_prompt_start": 0}
+    assert sent["sampling_params"] == {**ASKED, "logprobs": 0, "detokenize": False}
 
 
 async def test_a_run_of_any_name_can_be_told_to_a_router() -> None:

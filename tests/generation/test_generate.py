@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -147,6 +149,22 @@ async def test_the_next_prompt_is_the_stored_ids_and_the_observation_whichever_w
     assert engine.requests[1]["token_ids"] == earlier + added
     assert stored(object_store, second.segment).token_ids == added + choice_ids(engine)
     assert second.prompt_tokens == len(earlier) + len(added)
+
+
+async def test_the_experts_of_each_token_are_asked_for_once_and_kept_with_the_turn(
+    activities: GenerationActivities, engine: FakeEngine, object_store: ObjectStore, model: Path, tmp_path: Path
+) -> None:
+    """The last token of an answer goes through the layers in the next turn only."""
+    model = Path(shutil.copytree(model, tmp_path / "mixture"))
+    (model / "config.json").write_text(json.dumps({"num_experts": 8}))
+    plain, told = engine.answer, iter(("first", "second"))
+    assert plain is not None
+    engine.answer = lambda body: plain(body) | {"routed_experts": next(told)}
+    first = await run(activities, message(model))
+    second = await run(activities, message(model, turn=1, segments=[first.segment], observation="(no output)"))
+    starts = [request["sampling_params"]["routed_experts_prompt_start"] for request in engine.requests]
+    assert starts == [0, len(stored(object_store, first.segment).token_ids) - 1]
+    assert [stored(object_store, out.segment).routed_experts for out in (first, second)] == ["first", "second"]
 
 
 async def test_a_prompt_without_room_is_answered_without_the_engine(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.generation.server import EngineSpec, command, environment, kv_cache_bytes
+from activities.generation.server import EngineSpec, command, environment, kv_cache_bytes, routes_experts
 from workflows.errors import InvalidConfig
 
 QWEN = {
@@ -32,6 +32,25 @@ def test_the_server_listens_on_loopback_alone_and_says_which_spec_it_serves(mode
     words = command(spec, 9000, on="cpu")
     assert "--host=127.0.0.1" in words
     assert words[words.index("--served-model-name") + 1 :] == ["policy", spec.fingerprint]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, False),
+        ({"num_experts": 0}, False),
+        ({"num_experts": 8}, True),
+        ({"num_local_experts": 8}, True),
+        ({"text_config": QWEN | {"n_routed_experts": 8}}, True),
+    ],
+)
+def test_an_engine_of_a_mixture_of_experts_tells_which_were_taken(
+    model: Path, config: dict[str, object], told: bool
+) -> None:
+    (model / "config.json").write_text(json.dumps(QWEN | config))
+    assert routes_experts(str(model)) is told
+    assert ("--enable-return-routed-experts" in command(spec_of(model), 9000, on="cuda")) is told
+    assert "--enable-return-routed-experts" not in command(spec_of(model), 9000, on="cpu")
 
 
 def test_a_model_folder_made_anew_under_its_name_is_another_spec(model: Path) -> None:

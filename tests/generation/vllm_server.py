@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,11 @@ class Server:
 
 
 @asynccontextmanager
-async def started(home: Path, model: Path, *, context_length: int) -> AsyncIterator[Server]:
-    """`home` is an empty state folder, `model` where the policy is made."""
-    save_policy(model, seed=0)
+async def started(
+    home: Path, model: Path, *, context_length: int, save: Callable[..., object] = save_policy, dtype: str = "auto"
+) -> AsyncIterator[Server]:
+    """`home` is an empty state folder, `model` where `save` makes the policy."""
+    save(model, seed=0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,7 +51,7 @@ async def started(home: Path, model: Path, *, context_length: int) -> AsyncItera
     client = EngineClient(EngineInfo(name="local-e0", host="local", url=f"http://127.0.0.1:{port}"))
     began = time.monotonic()
     try:
-        spec = EngineSpec.of(str(model), context_length=context_length, dtype="auto")
+        spec = EngineSpec.of(str(model), context_length=context_length, dtype=dtype)
         restarted = await serve(client, spec, home, wait_s=240)
         yield Server(home, model, client, process, time.monotonic() - began, restarted)
     finally:
