@@ -61,6 +61,6 @@ def _repack_experts(model: Any) -> None:
     there unpacked, and the kernel reads them as if they were not."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
         if type(experts).__module__.endswith(".cpu_moe") and hasattr(module, "w13_weight"):
             experts.process_weights_after_loading(module)
