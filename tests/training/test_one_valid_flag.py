@@ -99,6 +99,7 @@ class TinyTrainer:
     device = torch.device("cpu")
     updates, rank, world_size = 0, 0, 1
     half_done = False
+    routing = None
 
     def __init__(self) -> None:
         torch.manual_seed(0)
