@@ -36,11 +36,14 @@ from workers import parts
 from workers.temporal import connect
 
 SYNC = "sync"
+IN_FLIGHT = 64
+"""Episodes: a batch of them."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="seeds, of which the median is given")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them, to measure one at a time")
     parser.add_argument("--steps", type=int, default=12, help="updates of the synchronous run")
     parser.add_argument("--lags", default="1,2,4", help="max_off_policy_steps of the asynchronous runs")
     parser.add_argument("--home", type=Path, help="the stack's folder, kept afterwards with the policy in it")
@@ -63,7 +66,7 @@ def run_config(
         "taskset": str(taskset),
         "seed": seed,
         "mode": "sync" if lag is None else "async",
-        "max_concurrent_episodes": 32,
+        "max_concurrent_episodes": IN_FLIGHT,
         "rollout": {
             "group_size": 8,
             "groups_per_batch": 8,
@@ -71,8 +74,8 @@ def run_config(
             "max_tokens_per_turn": 40,
             "max_tokens": 256,
             "context_length": 512,
-            "step_timeout_s": 30,
-            "time_budget_s": 240,
+            "step_timeout_s": 120,
+            "time_budget_s": 900,
             "max_output_chars": 300,
             "max_off_policy_steps": 1 if lag is None else lag,
             "refill": 1.5,
@@ -99,7 +102,7 @@ async def measure(stack: OwnStack, options: argparse.Namespace) -> tuple[list[Cu
     client = await connect(settings, role="bench")
     curves: list[Curves] = []
     figures: list[Figures] = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         curves.append({})
         figures.append({})
         for lag in (None, *options.lags):
@@ -187,7 +190,7 @@ def plot(path: Path, curves: Sequence[Curves]) -> None:
 
 def main() -> None:
     options = arguments()
-    with own_stack(options.home, ours.PARTS, engines=1) as stack:
+    with own_stack(options.home, ours.PARTS, engines=1, extra={"RATCHET_SANDBOX_SLOTS": str(IN_FLIGHT + 8)}) as stack:
         curves, figures = asyncio.run(measure(stack, options))
     plot(options.plot, curves)
     finish(report([compared(one, made) for one, made in zip(curves, figures, strict=True)]))
