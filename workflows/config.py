@@ -105,6 +105,11 @@ class RolloutConfig(Section):
             raise ValueError("training needs min_p = 0: the engine's probabilities would not be the trainer's")
         return value
 
+    @property
+    def siblings(self) -> int:
+        """Episodes that a group starts with."""
+        return self.group_size + self.group_redundancy
+
     def limits(self) -> RolloutLimits:
         return RolloutLimits(**{name: getattr(self, name) for name in RolloutLimits.model_fields})
 
@@ -237,7 +242,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _budgets(self) -> RunConfig:
-        siblings = self.rollout.group_size + self.rollout.group_redundancy
+        siblings = self.rollout.siblings
         if siblings > self.max_concurrent_episodes:
             raise ValueError(
                 f"max_concurrent_episodes must be at least rollout.group_size + rollout.group_redundancy, {siblings}:"

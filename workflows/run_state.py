@@ -57,7 +57,6 @@ class Carry(BaseModel):
     def rules(self) -> PoolRules:
         rollout, sync = self.config.rollout, self.config.mode == "sync"
         oversampled = sync and rollout.oversample > 1
-        siblings = rollout.group_size + rollout.group_redundancy
         return PoolRules(
             groups_per_batch=rollout.groups_per_batch,
             capacity=self.config.capacity_at(self.lag),
@@ -68,7 +67,7 @@ class Carry(BaseModel):
             policy=rollout.pool_policy,
             cancel_surplus=oversampled,
             group_size=rollout.group_size,
-            siblings=siblings,
+            siblings=rollout.siblings,
             replay_share=self.config.training.replay_share,
         )
 

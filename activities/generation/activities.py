@@ -105,6 +105,7 @@ class GenerationActivities:
     ) -> tuple[Generation, list[int], str, float]:
         """(answer, version per token, engine, seconds waited) of the first engine that answers from proven weights."""
         ask, waited_s = _ask(message, earlier), 0.0
+        routed_from = _routed_from(message.model, earlier)
         for attempt in range(TRIES):
             async with self._pool.engine(ask) as grant:
                 waited_s += grant.waited_s
@@ -119,7 +120,7 @@ class GenerationActivities:
                         cache_salt=grant.cache_salt,
                         affinity=ask.affinity,
                         timeout_s=message.timeout_s,
-                        routed_from=_routed_from(message.model, earlier),
+                        routed_from=routed_from,
                     )
                     versions = await proven_versions(grant.witnesses, message.run, answer)
                     return answer, versions, grant.client.info.name, waited_s

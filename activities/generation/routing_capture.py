@@ -2,8 +2,8 @@
 
 On GPUs vLLM returns that with the answer (`--enable-return-routed-experts`), by a model runner that its CPU build does
 not have. Here the routers' own hook is bound, and what they chose in a step is laid beside the requests of that step,
-until it is asked for. Tokens that came from the prefix cache went through nothing: they are UNKNOWN. Called by the
-worker extension alone; knows vLLM's CPU worker, and imports nothing of it.
+until it is asked for. Tokens that came from the prefix cache went through nothing: theirs is UNKNOWN_EXPERT. Called by
+the worker extension alone; knows vLLM's CPU worker, and imports nothing of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-UNKNOWN = -1
+from workflows.contracts import UNKNOWN_EXPERT
+
 MOST_REQUESTS = 1024
 """Of which nobody has asked yet; the oldest go first."""
 
@@ -45,7 +46,7 @@ class RoutingCapture:
         parts = self._parts.pop(request_id, None)
         if not parts:
             return ""
-        whole = np.full((stop, *parts[0][1].shape[1:]), UNKNOWN, np.int16)
+        whole = np.full((stop, *parts[0][1].shape[1:]), UNKNOWN_EXPERT, np.int16)
         for first, experts in parts:
             whole[first : first + len(experts)] = experts[: max(0, stop - first)]
         buffer = io.BytesIO()
@@ -65,12 +66,13 @@ class RoutingCapture:
     def _keep(self, step: Any) -> None:
         first = dict(_first_tokens(step))
         some = next(iter(self._step.values()))
-        experts_NLK = np.full((len(some), self._layers, some.shape[1]), UNKNOWN, np.int16)
+        experts_NLK = np.full((len(some), self._layers, some.shape[1]), UNKNOWN_EXPERT, np.int16)
         for layer, experts_NK in self._step.items():
             experts_NLK[:, layer] = experts_NK
         begin = 0
         for name in self._runner.input_batch.req_ids:
-            count = step.num_scheduled_tokens.get(name, 0)
+            if not (count := step.num_scheduled_tokens.get(name, 0)):
+                continue
             # vLLM adds a random ending to the name that the client gets.
             parts = self._parts.setdefault(name.rpartition("-")[0], [])
             parts.append((first[name], experts_NLK[begin : begin + count]))

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from activities.training.routing_replay import UNKNOWN
-from workflows.contracts import Segment, derive_seed
+from workflows.contracts import UNKNOWN_EXPERT, Segment, derive_seed
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class MicroBatch:
     loss_mask_BT: torch.Tensor
     temperature_BT: torch.Tensor
     experts_BTLK: torch.Tensor | None = None
-    """UNKNOWN for padding, for last tokens, and for trajectories of which nothing is known."""
+    """UNKNOWN_EXPERT for padding, for last tokens, and for trajectories of which nothing is known."""
 
     @property
     def rows_N(self) -> torch.Tensor:
@@ -193,7 +192,7 @@ def _padded_experts(
     known = {row: item.experts for row, item in enumerate(chosen) if item.experts is not None}
     if not known:
         return None
-    experts = np.full((*shape, *next(iter(known.values())).shape[1:]), UNKNOWN, np.int16)
+    experts = np.full((*shape, *next(iter(known.values())).shape[1:]), UNKNOWN_EXPERT, np.int16)
     for row, found in known.items():
         experts[row, : len(found)] = found
     return torch.from_numpy(experts).to(device)

@@ -9,8 +9,8 @@ arXiv:2510.11370.)
 Routers are the modules of transformers that take the `top_k` largest of `num_experts` scores by one torch.topk, which
 is what is replaced. Pure torch; called by the trainer's engine.
 
-Shapes: B rows, T columns, L layers of the model (dense ones too), K experts per token. -1 stands for "unknown": the
-router's own choice.
+Shapes: B rows, T columns, L layers of the model (dense ones too), K experts per token. UNKNOWN_EXPERT leaves the
+choice to the router.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from workflows.contracts import UNKNOWN_EXPERT
 from workflows.errors import TrainerError
 
-UNKNOWN = -1
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -77,5 +77,5 @@ class _Chosen(TorchFunctionMode):
             return found
         self.replaced += 1
         given_NK = self._experts_NK.to(found.indices)
-        indices_NK = torch.where(given_NK != UNKNOWN, given_NK, found.indices)
+        indices_NK = torch.where(given_NK != UNKNOWN_EXPERT, given_NK, found.indices)
         return torch.return_types.topk((args[0].gather(-1, indices_NK), indices_NK))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from activities.generation.engine import EngineClient
 from activities.generation.server import EngineSpec
 from activities.generation.serving import serve
 from tests.generation.policies import save_policy
+from workers.stack.state import scratch_root
 from workflows.contracts import EngineInfo
 
 
@@ -59,3 +61,4 @@ async def started(
         if process.poll() is None:
             process.kill()
             process.wait(10)
+        shutil.rmtree(scratch_root(home), ignore_errors=True)

@@ -17,8 +17,8 @@ from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 
 from tests.workflows.conftest import workers
 from tests.workflows.fakes import ANSWER, COMMAND, MALFORMED, World, final
+from tests.workflows.runs import run_json
 from tests.workflows.test_episode import group_of_two, limits
-from tests.workflows.test_training_run import run_json
 from workflows.contracts import EpisodeInput, EpisodeKind, FailureType, Queue, Split, TaskRef
 
 TASK = TaskRef(taskset="shell", split=Split.TRAIN, task_id="count-0001")

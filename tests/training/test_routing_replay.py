@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from activities.training.batch import decoded_experts, pad, trajectory
 from activities.training.engine import Trainer
-from activities.training.routing_replay import UNKNOWN, RoutingReplay
+from activities.training.routing_replay import RoutingReplay
 from tests.generation.policies import save_mixture
 from tests.training.test_batch import TOOL_AND_ANSWER, segment
 from workflows.config import TrainingConfig
+from workflows.contracts import UNKNOWN_EXPERT
 from workflows.errors import TrainerError
 
 SIZES: dict[str, Any] = {
@@ -75,7 +76,7 @@ def test_the_routers_take_the_given_experts_and_their_own_where_none_are_known(n
     other = made(IDS).logits
     assert torch.equal(chosen(), (own + 3) % 8) and not torch.allclose(other, plain)
     some = own.clone()
-    some[0, 4:] = UNKNOWN
+    some[0, 4:] = UNKNOWN_EXPERT
     replay.take(some)
     assert torch.equal(made(IDS).logits, plain)
     replay.take(None)
@@ -138,9 +139,9 @@ def test_the_turns_experts_are_those_of_all_tokens_but_the_last() -> None:
     experts_BTLK = pad([item, short, dense], [0, 1, 2]).experts_BTLK
     assert experts_BTLK is not None and experts_BTLK.shape == (3, 15, 2, 3)
     assert experts_BTLK[:, :, 0, 0].tolist() == [
-        [*range(14), UNKNOWN],
-        [*range(40, 46), *[UNKNOWN] * 9],
-        [UNKNOWN] * 15,
+        [*range(14), UNKNOWN_EXPERT],
+        [*range(40, 46), *[UNKNOWN_EXPERT] * 9],
+        [UNKNOWN_EXPERT] * 15,
     ]
     assert pad([dense], [0]).experts_BTLK is None
 

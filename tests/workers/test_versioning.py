@@ -20,7 +20,7 @@ import workflows
 from tests.replay import changed
 from tests.workflows.conftest import local_server
 from tests.workflows.fakes import World
-from tests.workflows.test_training_run import run_json, start
+from tests.workflows.runs import run_json, start
 from workers.settings import Settings
 from workers.stack.parts import tool
 from workers.versioning import deployment, workflow_digest

@@ -10,7 +10,7 @@ import pytest
 from temporalio.client import Client, WorkflowFailureError
 
 from tests.workflows.fakes import World
-from tests.workflows.test_training_run import eventually, run_json, start
+from tests.workflows.runs import eventually, run_json, start
 from workflows import policy_update
 from workflows.contracts import ApplyInput, RunState
 

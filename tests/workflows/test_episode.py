@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError, CancelledError
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import ANSWER, COMMAND, MALFORMED, World, final
-from tests.workflows.test_training_run import eventually
+from tests.workflows.runs import eventually
 from workflows.attributes import OUTCOME, STOP_REASON, TASK
 from workflows.contracts import (
     ActOutput,

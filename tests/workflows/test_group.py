@@ -13,8 +13,8 @@ from temporalio.exceptions import CancelledError
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
+from tests.workflows.runs import eventually, run_json, start
 from tests.workflows.test_episode import TASK_REF, limits
-from tests.workflows.test_training_run import eventually, run_json, start
 from workflows.closing import close_group
 from workflows.contracts import (
     EpisodeSummary,

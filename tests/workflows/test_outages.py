@@ -12,7 +12,7 @@ from temporalio.client import Client
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
-from tests.workflows.test_training_run import eventually, message_of, run_json, start
+from tests.workflows.runs import eventually, message_of, run_json, start
 from workflows import admission
 from workflows.config import RunConfig
 from workflows.contracts import (

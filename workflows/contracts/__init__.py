@@ -23,7 +23,7 @@ from workflows.contracts.episodes import (
     SiblingsLeft,
     TurnRecord,
 )
-from workflows.contracts.generation import Action, GenerateInput, GenerateOutput, Sampling, Segment
+from workflows.contracts.generation import UNKNOWN_EXPERT, Action, GenerateInput, GenerateOutput, Sampling, Segment
 from workflows.contracts.run import (
     BatchWait,
     ClosedGroupsInput,
@@ -100,6 +100,7 @@ from workflows.contracts.words import (
 
 __all__ = [
     "MOST_ERRORS",
+    "UNKNOWN_EXPERT",
     "VALID",
     "AcquireInput",
     "AcquireOutput",

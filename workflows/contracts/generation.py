@@ -66,6 +66,10 @@ class GenerateOutput(Message):
     timing: Timing = Timing()
 
 
+UNKNOWN_EXPERT = -1
+"""In a segment's routed experts, for a token that came from a cache."""
+
+
 class Segment(Message):
     """One turn's tokens: the prompt tokens that this turn added, then the sampled ones. Aligned lists of length T.
 
