@@ -31,7 +31,7 @@ def open_taskset(name_or_path: str) -> Taskset:
     if folder.is_dir():
         return FolderTaskset(folder)
     names = ", ".join(sorted(_BY_NAME))
-    raise InvalidConfig(f"no taskset {name_or_path!r}: give one of {names}, or a folder of .json or .toml tasks")
+    raise InvalidConfig(f"no taskset {name_or_path!r}: give one of {names}, or a folder of tasks")
 
 
 def pick(taskset: Taskset, split: Split, seed: int, cursor: int, count: int) -> list[TaskRef]:

@@ -1,22 +1,112 @@
 """What a task is, and how a taskset hands tasks out.
 
-Owns the native task record and the `Taskset` seam; readers of other formats turn theirs into the same record. Called by
-the sandbox activities (setup, check), the generation activities (instruction) and the control activities (order).
+Owns the task record, one for all formats, and the `Taskset` seam. A native task lives in a small sandbox that Ratchet
+makes: `setup` prepares it, `check` grades it. A task of a public format brings a machine of its own: `machine` says how
+its image is made and how it is graded. Called by the sandbox activities (setup, check), the generation activities
+(instruction) and the control activities (order).
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from workflows.contracts import Split
 
 
-class Task(BaseModel):
-    """One problem: an environment, an instruction and a verifier."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ImageSource(_Record):
+    """Where an image comes from: `reference` is pulled; `context` is built, and stands in where a pull fails."""
+
+    context: str = ""
+    """Folder that is sent to the builder, absolute; empty: there is nothing to build."""
+    dockerfile: str = "Dockerfile"
+    """Below `context`."""
+    args: dict[str, str] = {}
+    reference: str = ""
+    """Example: `ghcr.io/org/name:tag`."""
+    timeout_s: float = 600.0
+
+
+class Artifact(_Record):
+    """A path that is carried from the agent's machine to the same place, or another, in the one that grades."""
+
+    source: str
+    destination: str = ""
+    """Empty: `source`."""
+
+
+class Reads(StrEnum):
+    """Where the verifier says what an answer is worth."""
+
+    REWARD_FILE = "reward_file"
+    """`reward.json` or `reward.txt` in the folder of its logs."""
+    PYTEST_SUMMARY = "pytest_summary"
+    """The lines after `short test summary info` of its output: all must be well."""
+
+
+class Grading(_Record):
+    """How the answer in a machine is graded: in another one, that starts for it."""
+
+    tests: list[str]
+    """Files and folders of this host, absolute: the files and what is in the folders is there in /tests, read-only."""
+    command: str
+    timeout_s: float
+    reads: Reads
+    logs: str
+    """Where the verifier writes."""
+    user: str = ""
+    """Empty: the image's."""
+    env: dict[str, str] = {}
+    image: ImageSource | None = None
+    """None: the machine's own. Another one gets the artifacts and nothing else, and has its tests built in."""
+    artifacts: list[Artifact] | None = None
+    """What is carried over; None: everything that the agent changed, but what the verifier has to trust."""
+    may_change: list[str] = []
+    """Trusted files and folders that an honest answer changes, absolute."""
+
+
+class Healthcheck(_Record):
+    command: str
+    interval_s: float = 5.0
+    timeout_s: float = 30.0
+    start_s: float = 0.0
+    retries: int = 3
+
+
+class Machine(_Record):
+    """A whole machine as a public format asks for it: its image, who works in it, and how it is graded."""
+
+    format: str
+    """`harbor` or `terminal-bench`."""
+    image: ImageSource
+    grading: Grading
+    user: str = ""
+    """Who the agent is; empty: the image's user."""
+    workdir: str = ""
+    """Where its commands begin; empty: the image's."""
+    env: dict[str, str] = {}
+    start: list[str] = []
+    """A program that runs beside the agent; empty: what the image's entrypoint starts, if anything."""
+    healthcheck: Healthcheck | None = None
+    folders: list[str] = []
+    """Made, and writable for everybody, before the agent."""
+    oracle_folder: str = ""
+    """Where the oracle's commands put its files."""
+    cpus: float = Field(1.0, gt=0)
+    memory_mb: int = Field(2048, ge=6)
+    storage_mb: int = Field(10240, ge=1)
+    agent_timeout_s: float | None = None
+    """What the format grants the agent; None: no bound."""
+
+
+class Task(_Record):
+    """One problem: an environment, an instruction and a verifier."""
 
     id: str
     kind: str
@@ -37,10 +127,15 @@ class Task(BaseModel):
     """Files and folders of the verifier in the agent's reach, absolute. One that is not after the agent what it was
     after the setup (content, owner, mode, name) is tampering."""
     expected_tests: list[str] = []
-    """Ids of the tests that `check` must report, each on a line `PASSED id` or `FAILED id`. A missing one is tampering.
-    """
+    """Ids of the tests that the verifier must report. A missing one is tampering. Of a native task each is on a line
+    `PASSED id` or `FAILED id` of `check`; of a machine's they are pytest's, `test_outputs.py::test_all`, without
+    parameters."""
     image: str = "busybox"
-    """Name of a base image that Ratchet builds."""
+    """Name of a base image that Ratchet builds; of a native task."""
+    machine: Machine | None = None
+    """None: a native task."""
+    notes: list[str] = []
+    """What its format asked for and does not get, in words."""
 
 
 class Taskset(Protocol):

@@ -1,8 +1,11 @@
-"""Tasks from a folder: one .json or .toml file per task.
+"""Tasks from a folder, of any format, side by side: a file is a native task, a folder one of a public format.
 
-Owns the native file format. A file holds the fields of `tasksets.base.Task`; its name without the ending is the task's
-id, so `id` may be left out. Files directly in the folder or under `train/` are the training split, files under
-`held_out/` the held-out one. Opened through `tasksets.open_taskset(path)`. Example, `train/hello.toml`::
+Owns the native file format and the telling of formats apart. A native .json or .toml file holds the fields of
+`tasksets.base.Task`; its name without the ending is the task's id, so `id` may be left out. A folder with a task.toml
+is a Harbor task, one with a task.yaml a Terminal-Bench task; its name is the id. What lies directly in the folder or
+under `train/` is the training split, what lies under `held_out/` the held-out one; a folder that is a task itself is a
+taskset of one. `ratchet.toml` beside the tasks tunes those of the public formats (`tasksets.reading.Tuning`). Opened
+through `tasksets.open_taskset(path)`. Example, `train/hello.toml`::
 
     kind = "write"
     instruction = "Write hello to the file greeting."
@@ -16,27 +19,47 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from tasksets import harbor, terminal_bench
 from tasksets.base import Task
+from tasksets.reading import TUNING, Tuning, Unsupported, read_tuning
 from workflows.contracts import Split
 from workflows.errors import InvalidConfig
 
+READERS: dict[str, Callable[[Path, Tuning], Task]] = {
+    harbor.FILE: harbor.read_harbor,
+    terminal_bench.FILE: terminal_bench.read_terminal_bench,
+}
+"""By the file that tells the format."""
+SHOWN = 3
+
 
 class FolderTaskset:
-    """The tasks of one folder, read once. Raises InvalidConfig naming the file and the fault."""
+    """The tasks of one folder, read once. Native files with faults raise InvalidConfig naming them; tasks of the public
+    formats that Ratchet can't run are left out and reported."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder.resolve())
-        train = _read(folder) | _read(folder / "train")
-        held_out = _read(folder / "held_out")
+        self.unsupported: dict[str, list[str]] = {}
+        """Why tasks were left out, by their id."""
+        if _reader(folder):
+            # Whatever lies in it is the task's own; the tuning may be its own or that of the folder it lies in.
+            tuning = read_tuning(folder if (folder / TUNING).is_file() else folder.resolve().parent)
+            train, held_out = self._read_public([folder], tuning), {}
+        else:
+            tuning = read_tuning(folder)
+            train = self._read(folder, tuning) | self._read(folder / "train", tuning)
+            held_out = self._read(folder / "held_out", tuning)
         both = train.keys() & held_out.keys()
         if both:
             raise InvalidConfig(f"{folder}: in both splits: {', '.join(sorted(both))}")
         if not train and not held_out:
-            raise InvalidConfig(f"{folder}: no .json or .toml file with a task")
+            raise InvalidConfig(self._why_nothing(folder))
         self._ids = {Split.TRAIN: sorted(train), Split.HELD_OUT: sorted(held_out)}
         self._tasks = train | held_out
 
@@ -44,28 +67,71 @@ class FolderTaskset:
         return list(self._ids[split])
 
     def load(self, task_id: str) -> Task:
+        if task_id in self.unsupported:
+            raise InvalidConfig(f"{self.name}: {task_id} can't be used: {'; '.join(self.unsupported[task_id])}")
         if task_id not in self._tasks:
             raise InvalidConfig(f"{self.name} has no task {task_id!r}")
         return self._tasks[task_id]
 
+    def _read(self, folder: Path, tuning: Tuning) -> dict[str, Task]:
+        folders = sorted(path for path in folder.glob("*") if path.is_dir() and _reader(path))
+        # A checkout of public tasks has other files beside them.
+        tasks = _read_native(folder, sure=not folders)
+        public = self._read_public(folders, tuning)
+        if twice := tasks.keys() & (public.keys() | self.unsupported.keys()):
+            raise InvalidConfig(f"{folder}: a file and a folder are the same task: {', '.join(sorted(twice))}")
+        return tasks | public
 
-def _read(folder: Path) -> dict[str, Task]:
-    files = sorted(path for path in folder.glob("*") if path.suffix in (".json", ".toml"))
-    tasks = {}
+    def _read_public(self, folders: list[Path], tuning: Tuning) -> dict[str, Task]:
+        tasks = {}
+        for path in folders:
+            try:
+                tasks[path.resolve().name] = _reader(path)(path.resolve(), tuning)  # type: ignore[misc]
+            except Unsupported as unsupported:
+                self.unsupported[path.resolve().name] = unsupported.reasons
+        return tasks
+
+    def _why_nothing(self, folder: Path) -> str:
+        if not self.unsupported:
+            return f"{folder}: no .json or .toml file with a task, and no folder with a task.toml or task.yaml"
+        first = [f"{name} ({'; '.join(reasons)})" for name, reasons in self.unsupported.items()][:SHOWN]
+        more = len(self.unsupported) - len(first)
+        return f"{folder}: none of its tasks can be used: {', '.join(first)}{f' and {more} more' if more else ''}"
+
+
+def _reader(folder: Path) -> Callable[[Path, Tuning], Task] | None:
+    return next((reader for name, reader in READERS.items() if (folder / name).is_file()), None)
+
+
+def _read_native(folder: Path, *, sure: bool) -> dict[str, Task]:
+    """`sure`: every file is a task; else those that look like one are."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".json", ".toml") and path.name != TUNING)
+    tasks: dict[str, Task] = {}
     for path in files:
+        fields = _fields(path)
+        if not sure and not (isinstance(fields, dict) and "check" in fields):
+            continue
         if path.stem in tasks:
             raise InvalidConfig(f"{path}: the task {path.stem} exists twice")
-        tasks[path.stem] = _read_task(path)
+        tasks[path.stem] = _read_task(path, fields)
     return tasks
 
 
-def _read_task(path: Path) -> Task:
+def _fields(path: Path) -> Any:
     try:
         text = path.read_text()
-        fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise InvalidConfig(f"{path}: {error}") from error
+
+
+def _read_task(path: Path, fields: Any) -> Task:
+    try:
         task = Task.model_validate({"id": path.stem, **fields})
     except (ValidationError, ValueError, TypeError) as error:
         raise InvalidConfig(f"{path}: {error}") from error
     if task.id != path.stem:
         raise InvalidConfig(f"{path}: id is {task.id!r}, the file's name says {path.stem!r}")
+    if task.machine is not None or task.notes:
+        raise InvalidConfig(f"{path}: machine and notes belong to the public formats, a native task has neither")
     return task
