@@ -1,19 +1,20 @@
-"""`ratchet lineage` and `ratchet report`: what the database remembers, for a person at a terminal or for a script.
+"""`ratchet lineage`: what the database remembers, for a person at a terminal or for a script.
 
 Reads only. Identifiers are never broken over lines, so that scripts may cut them out. Exit code 1, with what there is
-instead, for a run, version or episode that is not there. `register` is called by the command line.
+instead, for a run, version or episode that is not there. `register` is called by the command line; `opened_lineage` by
+the other commands that read.
 """
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from storage.printable import one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,13 +23,10 @@ if TYPE_CHECKING:
     from storage.tables import Episode
     from workers.settings import Settings
 
-PIPE_COLUMNS = 100
-
 
 def register(app: typer.Typer) -> None:
-    """Add the two commands to the command line."""
+    """Add the command to the command line."""
     app.command()(lineage)
-    app.command()(report)
 
 
 def lineage(
@@ -48,36 +46,6 @@ def lineage(
             _show_versions(opened, run)
         else:
             _show_version(opened, run, version)
-
-
-def report(
-    run: Annotated[str, typer.Argument(help="Workflow id of the run.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON and nothing else.")] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Where the page goes; default: reports/ in the state folder.", dir_okay=False),
-    ] = None,
-) -> None:
-    """The report of a run: figures here, and a page with its plots."""
-    from rich.console import Console
-
-    from storage.report import build_report, render_html, render_terminal
-
-    with opened_lineage() as (opened, settings):
-        made = build_report(opened, run)
-    if as_json:
-        typer.echo(made.model_dump_json(indent=2))
-    else:
-        render_terminal(made, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
-    if html is not None or not as_json:
-        path = html or settings.home_path / "reports" / f"{_file_name(run)}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_html(made), encoding="utf-8")
-        typer.echo(str(path), err=as_json)
-
-
-def _file_name(run: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", run).lstrip(".") or "run"
 
 
 @contextmanager
@@ -192,7 +160,7 @@ def _span(low: int | None, high: int | None) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else one_line(str(value))
 
 
 def _table(*columns: str) -> Table:

@@ -11,6 +11,7 @@ from sqlmodel import Session, col, select
 
 from storage import groups, queries, series
 from storage.finish_order import COMPARED, MEASURES, PREFIX
+from storage.report.limits import Limits, default_limits
 from storage.report.model import (
     TIME_PARTS,
     BatchPart,
@@ -34,6 +35,7 @@ from storage.report.model import (
     VersionPart,
     VoidPart,
 )
+from storage.report.readiness import readiness
 from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Replay, Run
 from workflows.config import RunConfig
 from workflows.contracts import EpisodeKind, Outcome
@@ -41,8 +43,9 @@ from workflows.contracts import EpisodeKind, Outcome
 LAST_BATCHES = 3
 
 
-def build_report(opened: Session, run: str) -> Report:
-    """The report of a run as it stands. Raises NotFound naming the runs that exist."""
+def build_report(opened: Session, run: str, limits: Limits | None = None) -> Report:
+    """The report of a run as it stands, its verdicts by the limits (the defaults where none are given). Raises
+    NotFound naming the runs that exist."""
     row = queries.run_row(opened, run=run)
     config = RunConfig.model_validate(row.config)
     batches = series.batches(opened, run=run)
@@ -50,7 +53,7 @@ def build_report(opened: Session, run: str) -> Report:
     steps = [_step(batch, sizes.get(batch.id)) for batch in batches]
     publications = [_publication(item, loads) for item, loads in series.publications(opened, run=run)]
     outcomes = series.outcomes(opened, run=run)
-    return Report(
+    report = Report(
         run=row.id,
         state=row.state,
         reason=row.reason,
@@ -67,6 +70,7 @@ def build_report(opened: Session, run: str) -> Report:
         policy_version=row.policy_version,
         max_mismatch_kl=config.training.max_mismatch_kl,
         max_off_policy_steps=config.rollout.max_off_policy_steps if config.mode == "async" else 0,
+        readiness=[],
         summary=_summary(opened, row, steps, publications, outcomes.get(EpisodeKind.TRAIN, {})),
         evaluation=_evaluation(opened, run),
         steps=steps,
@@ -89,6 +93,8 @@ def build_report(opened: Session, run: str) -> Report:
         publications=publications,
         last_batches=[_batch(opened, batch) for batch in batches[-LAST_BATCHES:]],
     )
+    answers = readiness(opened, report, config, limits or default_limits())
+    return report.model_copy(update={"readiness": answers})
 
 
 def _step(batch: Batch, size: series.BatchSize | None) -> StepPart:

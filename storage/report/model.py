@@ -5,14 +5,10 @@ Seconds, bytes and shares (0 to 1) everywhere; None where there is nothing to sa
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from storage.report.parts import Part, QuestionPart
 
 TIME_PARTS = ("queue", "boot", "generate", "act", "verify", "other", "wait_for_siblings", "wait_for_batch")
 """Parts of the time to a trainable batch, as storage/waiting.py defines them."""
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class EvaluationPoint(Part):
@@ -252,6 +248,9 @@ class Report(Part):
     policy_version: int
     max_mismatch_kl: float | None
     max_off_policy_steps: int | None
+    readiness: list[QuestionPart]
+    """The six questions, always in this order: batch readiness, policy freshness, numeric alignment, environment
+    reliability, weight publication, evaluation."""
     summary: Summary
     evaluation: EvaluationPart
     steps: list[StepPart]

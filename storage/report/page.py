@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from storage.printable import printable
 from storage.report import charts, words
 from storage.report.model import TIME_PARTS, Report
 from workflows.contracts import Outcome
@@ -47,6 +48,7 @@ def render_html(report: Report) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_printable,
     )
     environment.globals |= {"words": words, "time_parts": TIME_PARTS}
     made = (_rewards, _waiting, _last, _outcomes, _age, _mismatch)
@@ -54,6 +56,11 @@ def render_html(report: Report) -> str:
     return environment.get_template("page.html.j2").render(
         report=report, headlines=_headlines(report), figures=figures, outcome_styles=OUTCOME_STYLES
     )
+
+
+def _printable(value: object) -> object:
+    """Text that is not our own, before it is escaped."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _headlines(report: Report) -> list[Headline]:

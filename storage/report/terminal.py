@@ -1,25 +1,35 @@
-"""A report in a terminal: the headline figures, the reward curve, and the tables behind them."""
+"""A report in a terminal: the six answers, the headline figures, the reward curve, and the tables behind them."""
 
 from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from storage.printable import one_line
 from storage.report import words
 from storage.report.model import TIME_PARTS, Report
+from storage.report.parts import DetailPart, FigurePart, QuestionPart
 
 PLOT_HEIGHT = 9
 PLOT_WIDTH = 60
 LAST_STEPS = 12
 LAST_VERSIONS = 6
+VERDICT_STYLES = {"ready": "green", "not ready": "bold red", "not measured": "yellow"}
+INDENT = 16
+"""Columns before what belongs to an answer."""
 SHORT = {"generate": "gen", "wait_for_siblings": "siblings", "wait_for_batch": "pool"}
 """Heads of columns that are narrower than the names of their parts."""
 
 
 def render_terminal(report: Report, console: Console) -> None:
     """Print the report to the console."""
+    console.print(_title(report))
+    if report.reason:
+        console.print(Text(one_line(report.reason)))
+    render_readiness(report, console)
     _headline(report, console)
     if curve := reward_plot(report):
         console.print(Text(curve))
@@ -33,8 +43,46 @@ def _tables(report: Report) -> list[Table]:
     return [*first, _quarantined(report), _void(report), _publications(report)]
 
 
+def _title(report: Report) -> Text:
+    return Text(f"run {report.run}", style="bold") + Text(f"  {report.state}")
+
+
+def render_readiness(report: Report, console: Console) -> None:
+    """Print the six answers; those that are not ready with the tables behind them."""
+    console.print()
+    for answer in report.readiness:
+        verdict = Text(f"{answer.verdict:<{INDENT}}", style=VERDICT_STYLES[answer.verdict])
+        console.print(verdict + Text(answer.question, style="bold"))
+        for sentence in answer.why:
+            console.print(Padding(Text(one_line(sentence)), (0, 0, 0, INDENT)))
+        _figures(answer, console)
+        for detail in answer.details if answer.verdict == "not ready" else []:
+            console.print(Padding(_detail(detail), (0, 0, 0, INDENT)))
+    console.print()
+
+
+def _figures(answer: QuestionPart, console: Console) -> None:
+    width = max(len(figure.name) for figure in answer.figures)
+    for figure in answer.figures:
+        line = Text(f"{figure.name:<{width}}  ", style="dim") + _figure(figure)
+        console.print(Padding(line, (0, 0, 0, INDENT)))
+
+
+def _figure(figure: FigurePart) -> Text:
+    shown = Text(one_line(figure.shown), style="red" if figure.ok is False else "")
+    return shown + Text(f", {figure.limit}" if figure.limit else "", style="dim")
+
+
+def _detail(detail: DetailPart) -> Table:
+    table = _bare(detail.title)
+    for name in detail.columns:
+        table.add_column(name, overflow="fold")
+    for row in detail.rows:
+        table.add_row(*(Text(one_line(cell)) for cell in row))
+    return table
+
+
 def _headline(report: Report, console: Console) -> None:
-    console.print(Text(f"run {report.run}", style="bold") + Text(f"  {report.state}"), Text(report.reason), sep="  ")
     means, small = report.summary, words.small
     lines = {
         "policy": f"{report.model} on {report.taskset}, {report.mode}, seed {report.seed}",
@@ -103,8 +151,12 @@ def reward_plot(report: Report) -> str:
     return "\n".join(["", *lines, axis, marks, batch, ""])
 
 
+def _bare(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _bare(title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
@@ -172,7 +224,7 @@ def _kinds(report: Report) -> Table:
 
 def _folding(title: str, *columns: str) -> Table:
     """Like `_table`, with long words folded in all columns but the first."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _bare(title)
     for index, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=index == 0)
     return table
@@ -181,21 +233,21 @@ def _folding(title: str, *columns: str) -> Table:
 def _quarantined(report: Report) -> Table:
     table = _folding("Tasks in quarantine", "since", "task", "why")
     for item in report.quarantined:
-        table.add_row(words.moment(item.since), Text(item.task), Text(item.why))
+        table.add_row(words.moment(item.since), Text(one_line(item.task)), Text(one_line(item.why)))
     return table
 
 
 def _void(report: Report) -> Table:
     table = _folding("Batches that taught nothing", "step", "batch", "groups", "why")
     for item in report.void_batches:
-        table.add_row(str(item.step), Text(item.batch_id), str(item.groups), Text(item.reason))
+        table.add_row(str(item.step), Text(item.batch_id), str(item.groups), Text(one_line(item.reason)))
     return table
 
 
 def _failures(report: Report) -> Table:
     table = _folding("Failures that were ours", "ended as", "why", "attempts", "for example")
     for item in report.failures:
-        table.add_row(words.plain(item.stop_reason), Text(item.why), str(item.attempts), Text(item.example))
+        table.add_row(words.plain(item.stop_reason), Text(one_line(item.why)), str(item.attempts), Text(item.example))
     return table
 
 

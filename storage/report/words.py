@@ -48,6 +48,10 @@ def small(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3g}"
 
 
+def count(value: float | None) -> str:
+    return NONE if value is None else f"{value:g}"
+
+
 def moment(value: float | None) -> str:
     return NONE if value is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(value))
 

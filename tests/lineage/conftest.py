@@ -1,3 +1,41 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine
+
+from storage.database import open_database, session
 from tests.storage.conftest import make_run
+from tests.storage.made_run import MadeRun
 
 __all__ = ["make_run"]
+
+
+@pytest.fixture
+def home(database: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state folder that commands are told of, not made yet; its database is the test's."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("RATCHET_HOME", str(folder))
+    monkeypatch.setenv("RATCHET_DATABASE_URL", str(database.url))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def healthy_file(tmp_path_factory: pytest.TempPathFactory, migrated: Path) -> Path:
+    """A database with the whole made run, without a mishap; to copy."""
+    path = Path(shutil.copy(migrated, tmp_path_factory.mktemp("healthy") / "lineage.db"))
+    engine = open_database(f"sqlite:///{path}")
+    with session(engine) as opened:
+        MadeRun(opened, mishaps=False).write()
+    engine.dispose()
+    return path
+
+
+@pytest.fixture
+def healthy(home: Path, database: Engine, healthy_file: Path) -> str:
+    """The run of `healthy_file` in the test's own database."""
+    database.dispose()
+    shutil.copy(healthy_file, str(database.url.database))
+    return MadeRun.run

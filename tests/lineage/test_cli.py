@@ -4,34 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from click.testing import Result
 from sqlalchemy import Engine
-from typer.testing import CliRunner
 
 from storage import queries
 from storage.database import session
+from tests.lineage.commands import ratchet
 from tests.storage import rows
 from tests.storage.conftest import MakeRun
-from workers import lineage_cli
 
 LONG = "a-run-of-" + "many-" * 40 + "words"
-
-
-@pytest.fixture
-def home(database: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "home"
-    monkeypatch.setenv("RATCHET_HOME", str(folder))
-    monkeypatch.setenv("RATCHET_DATABASE_URL", str(database.url))
-    return folder
-
-
-def ratchet(*argv: str, code: int = 0) -> Result:
-    app = typer.Typer()
-    lineage_cli.register(app)
-    result = CliRunner().invoke(app, list(argv))
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_a_runs_versions_are_listed_with_their_batches_and_rewards(home: Path, make_run: MakeRun) -> None:

@@ -30,7 +30,8 @@ CONFIG = {"model": "tiny", "taskset": "shell", "training": {"steps": 15}, "rollo
 
 @dataclass
 class MadeRun:
-    """Writes the rows. `state` and `reason` are the run's; `steps` of 15 are done."""
+    """Writes the rows. `state` and `reason` are the run's; `steps` of 15 are done. Without `mishaps` no group is lost
+    and every load is proven."""
 
     opened: Session
     run: str = "shell-demo"
@@ -40,6 +41,7 @@ class MadeRun:
     state: str = "finished"
     reason: str = ""
     evaluations: bool = True
+    mishaps: bool = True
 
     def __post_init__(self) -> None:
         self.random = random.Random(5)
@@ -94,6 +96,7 @@ class MadeRun:
             "loss": 0.02 / step,
             "mismatch_kl/mean": 2e-5 * (1 + self.random.random()),
             "mismatch_kl/max": 3e-3,
+            "mismatch_abs/far_share": 0.001,
             "off_policy/steps": lag,
             "off_policy/steps_max": min(1.0, step - 1.0),
             "off_policy/in_flight": lag * 0.2,
@@ -133,7 +136,7 @@ class MadeRun:
             self.group(step, position, batch)
         if step % 4 == 0:
             self.dropped_group(step, "no_signal")
-        if step % 7 == 0:
+        if step % 7 == 0 and self.mishaps:
             self.lost_group(step)
         self.opened.flush()
         self.opened.add_all(self.later)
@@ -273,7 +276,7 @@ class MadeRun:
             )
         )
         for engine in ("local-e0", "local-e1"):
-            broken = version == 9 and engine == "local-e1"
+            broken = self.mishaps and version == 9 and engine == "local-e1"
             self.opened.add(
                 EngineLoad(
                     run=self.run,

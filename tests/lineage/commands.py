@@ -1,0 +1,18 @@
+"""The commands that read the lineage, as a person runs them."""
+
+from __future__ import annotations
+
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from workers import lineage_cli, report_cli
+
+
+def ratchet(*argv: str, code: int = 0) -> Result:
+    app = typer.Typer()
+    for module in (lineage_cli, report_cli):
+        module.register(app)
+    result = CliRunner().invoke(app, list(argv))
+    assert result.exit_code == code, result.output
+    return result
