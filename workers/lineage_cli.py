@@ -51,7 +51,8 @@ def lineage(
 @contextmanager
 def opened_lineage(*, failing_with: int = 1) -> Iterator[tuple[Session, Settings]]:
     """An open session on the stack's database. A failure is said in a sentence and ends the command with that code."""
-    from storage.database import open_database, session
+    from storage.database import session
+    from storage.reading import open_to_read
     from workers.settings import Settings
     from workflows.errors import RatchetError
 
@@ -60,7 +61,7 @@ def opened_lineage(*, failing_with: int = 1) -> Iterator[tuple[Session, Settings
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).is_file():
         typer.echo(f"no run has been recorded in {settings.home_path} yet; `ratchet up` starts a stack there", err=True)
         raise typer.Exit(failing_with)
-    engine = open_database(url)
+    engine = open_to_read(url)
     try:
         with session(engine) as opened:
             yield opened, settings

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from storage.printable import printable
 from storage.report import charts, words
+from storage.report.html import templates
 from storage.report.model import TIME_PARTS, Report
 from workflows.contracts import Outcome
 
@@ -42,25 +40,19 @@ class Headline:
 
 def render_html(report: Report) -> str:
     """The page."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_printable,
-    )
-    environment.globals |= {"words": words, "time_parts": TIME_PARTS}
     made = (_rewards, _waiting, _last, _outcomes, _age, _mismatch)
     figures = [item for item in (make(report) for make in made) if item.svg]
-    return environment.get_template("page.html.j2").render(
-        report=report, headlines=_headlines(report), figures=figures, outcome_styles=OUTCOME_STYLES
+    return (
+        templates()
+        .get_template("page.html.j2")
+        .render(
+            report=report,
+            headlines=_headlines(report),
+            figures=figures,
+            outcome_styles=OUTCOME_STYLES,
+            time_parts=TIME_PARTS,
+        )
     )
-
-
-def _printable(value: object) -> object:
-    """Text that is not our own, before it is escaped."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _headlines(report: Report) -> list[Headline]:

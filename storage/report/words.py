@@ -49,7 +49,12 @@ def small(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    return NONE if value is None else f"{value:g}"
+    return NONE if value is None else f"{value:.0f}" if value == round(value) else f"{value:g}"
+
+
+def nats(value: float | None) -> str:
+    """A log-probability."""
+    return NONE if value is None else f"{value + 0.0:.3f}"
 
 
 def moment(value: float | None) -> str:
