@@ -1,6 +1,6 @@
-"""`ratchet report`: one run, judged and told, for a person at a terminal or in a browser, or for a script.
+"""`ratchet report` and `ratchet compare`: a run judged and told, and several side by side, for people and for scripts.
 
-Reads only. Exit code 1 for a run that is not there, and with `--check` for one that is not ready. `register` is called
+Read only. Exit code 1 for a run that is not there, and with `--check` for one that is not ready. `register` is called
 by the command line.
 """
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from storage.report import Report
 
 PIPE_COLUMNS = 100
+COLUMNS_PER_RUN = 30
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
+    """Add the two commands to the command line."""
     app.command()(report)
+    app.command()(compare)
 
 
 def report(
@@ -60,6 +62,27 @@ def report(
         typer.echo(str(path), err=as_json)
     if check and _failing(made, strict=strict):
         raise typer.Exit(1)
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Workflow ids of the runs.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON and nothing else.")] = False,
+) -> None:
+    """Runs side by side: rewards, times, failures, tokens, weight updates, and where their configurations differ."""
+    from rich.console import Console
+
+    from storage.report import comparison
+    from workers.lineage_cli import opened_lineage
+
+    if len(set(runs)) < len(runs) or len(runs) < 2:
+        raise typer.BadParameter("name two different runs or more", param_hint="RUN")
+    with opened_lineage() as (opened, _):
+        made = comparison.compare(opened, runs)
+    if as_json:
+        typer.echo(made.model_dump_json(indent=2))
+    else:
+        width = None if sys.stdout.isatty() else PIPE_COLUMNS + COLUMNS_PER_RUN * (len(runs) - 2)
+        comparison.render_comparison(made, Console(width=width))
 
 
 def _failing(made: Report, *, strict: bool) -> bool:
