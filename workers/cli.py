@@ -190,8 +190,8 @@ def main() -> None:
     own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     if not own.intersection(sys.argv[1:2]):
         # The commands of lineage bring the database along; nobody else waits for that.
-        for module in ("workers.lineage_cli", "workers.report_cli", "workers.episode_cli", "workers.replay_cli"):
-            importlib.import_module(module).register(app)
+        for name in ("lineage", "report", "episode", "export", "replay"):
+            importlib.import_module(f"workers.{name}_cli").register(app)
     app()
 
 
