@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from activities.generation.harness import observation_message
 from activities.generation.transcript import Template
 from storage import queries
 from storage.database import session
@@ -20,17 +19,13 @@ from storage.tables import Batch, BatchMember, PolicyVersion, Run
 from tests.conftest import S3
 from tests.generation.policies import CHATML, make_tokenizer
 from tests.lineage.commands import ratchet
+from tests.lineage.episodes import HOSTILE, segments
 from tests.lineage.pages import Page
 from tests.storage import rows
 from workers.token_texts import pieces
-from workflows.contracts import EpisodeRecord, FinishReason, Segment, TurnRecord
+from workflows.contracts import EpisodeRecord, Segment, TurnRecord
 
 ATTEMPT = "r/g0/e1/a0"
-HOSTILE = (
-    "<script>alert(1)</script> <img src=x onerror=alert(2)> [bold]loud[/bold] [link=http://evil]x[/link]\n"
-    "\x1b[31mred\x1b[0m \x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\ \x1b]0;title\x07 \x9b2J \u202etxt.exe\n"
-    "```bash\nls '\"&' {{ 7 * 7 }}\n```"
-)
 
 
 @dataclass
@@ -45,15 +40,8 @@ class Recorded:
     def play(self, said: str = "cat ⟨é⟩", seen: str = "a cat", *, invalid: bool = False) -> None:
         tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
         tokenizer.save_pretrained(self.models / "tiny")
-        template = Template(tokenizer)
-        prompt = template.initial([{"role": "user", "content": "How many cats?"}])
-        first = [*template.encode(said), template.end_of_turn]
-        # Half a character: bytes that are no UTF-8.
-        first = [*first[:-1], template.encode("é")[0], first[-1]] if invalid else first
-        added = template.continuation(first[-1], observation_message(seen))
-        second = [*template.encode("Answer: 3"), template.end_of_turn]
-        self.put(segment(0, prompt, first, versions=[3] * 4 + [4] * (len(first) - 4), text=template.text(first)))
-        self.put(segment(1, added, second, versions=[4] * len(second), text="Answer: 3"))
+        for made in segments(Template(tokenizer), said, seen, invalid=invalid):
+            self.put(made)
         self.record()
 
     def put(self, made: Segment) -> None:
@@ -84,20 +72,6 @@ class Recorded:
             for version in (5, 6):
                 key = f"runs/r/checkpoints/{version}/manifest.json"
                 opened.add(PolicyVersion(run="r", version=version, step=version, checkpoint=key, created_at=1.0))
-
-
-def segment(turn: int, added: list[int], sampled: list[int], *, versions: list[int], text: str) -> Segment:
-    return Segment(
-        turn=turn,
-        token_ids=added + sampled,
-        loss_mask=[0] * len(added) + [1] * len(sampled),
-        logprobs=[0.0] * len(added) + [-0.05 * place for place in range(len(sampled))],
-        versions=[-1] * len(added) + versions,
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        text=text,
-        engine="local-e0",
-    )
 
 
 @pytest.fixture

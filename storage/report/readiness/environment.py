@@ -27,7 +27,7 @@ def environment(opened: Session, report: Report, limits: Limits) -> QuestionPart
     _tasks(answer, opened, report, bounds)
     total, whole = sum(item.attempts for item in lost), sum(item.reproducible for item in lost)
     answer.text(
-        "can be replayed", f"{whole} of {total} lost attempts: `ratchet replay` on them" if total else "none lost"
+        "can be replayed", f"{whole} of {total} lost attempts, by ratchet replay" if total else "none lost"
     )
     again = health.replays(opened, run=report.run)
     if again.attempts:
