@@ -56,10 +56,12 @@ def _tell(settings: Settings, rows: EpisodeRows) -> EpisodePart:
     from storage.report.episode import tell
     from workers.parts import object_store
     from workers.token_texts import model_texts, read_segments
+    from workflows.contracts import Segment
 
     keys = {turn.turn: turn.segment for turn in rows.turns if turn.segment is not None}
     segments = read_segments(object_store(settings), keys) if keys else {}
-    texts, note = model_texts(rows.model, settings.home_path / "models") if keys else (None, "")
+    words = any(isinstance(segment, Segment) for segment in segments.values())
+    texts, note = model_texts(rows.model, settings.home_path / "models") if words else (None, "")
     return tell(rows, segments, texts, ui=_ui(settings, rows), notes=[note] if note else [])
 
 

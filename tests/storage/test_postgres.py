@@ -20,10 +20,12 @@ from sqlmodel import select
 
 from storage import queries
 from storage.database import open_database, session
+from storage.export import export_run
 from storage.migrations import migrate
+from storage.reading import open_to_read
 from storage.report import build_report
-from storage.tables import BatchMember, Episode, Turn
-from tests.storage import rows
+from storage.tables import BatchMember, Episode, Run, Turn
+from tests.storage import rows, troubles
 from tests.storage.made_run import MadeRun
 from workflows.contracts import BatchWait
 from workflows.errors import StorageError
@@ -97,6 +99,31 @@ def test_rows_are_written_once_and_reports_are_built(postgres: Engine) -> None:
             queries.put_episode(opened, record=rows.record("twice/g0/e0/a0", turns=3))
         assert len(opened.exec(select(Turn).where(Turn.episode == "twice/g0/e0/a0")).all()) == 3
         assert len(opened.exec(select(Episode).where(Episode.run == "twice")).all()) == 1
+
+
+def test_what_reads_sees_one_moment_names_what_was_lost_and_exports_all(
+    postgres: Engine, url: str, tmp_path: Path
+) -> None:
+    with session(postgres) as opened:
+        MadeRun(opened, run="shell-demo", steps=15).write()
+    with session(postgres) as opened:
+        troubles.flaky_task(opened)
+        troubles.quarantined_task(opened)
+    reader = open_to_read(url)
+    with session(reader) as reading:
+        answers = {item.topic: item for item in build_report(reading, "shell-demo").readiness}
+        with session(postgres) as opened:
+            rows.put_run(opened, "later")
+        assert reading.get(Run, "later") is None
+        counts = export_run(reading, run="shell-demo", to=tmp_path / "out")
+    with pytest.raises(StorageError, match="read-only"), session(reader) as reading:
+        rows.put_run(reading, "never")
+    reader.dispose()
+    lost, published = answers["environment reliability"], answers["weight publication"]
+    assert lost.verdict == published.verdict == "not ready"
+    assert "tasks that flake 1" in lost.why[0] and "tasks in quarantine 1" in lost.why[1]
+    assert ["sandbox", "local", "6"] in [row[:3] for detail in lost.details for row in detail.rows]
+    assert counts["episode"] == 15 * 64 + 3 * 8 + 2 * 3 + 2 and counts["turn"] == 2 * counts["episode"]
 
 
 def test_of_threads_that_want_the_same_groups_one_gets_them_and_the_others_are_told(postgres: Engine) -> None:

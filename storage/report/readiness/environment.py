@@ -26,9 +26,7 @@ def environment(opened: Session, report: Report, limits: Limits) -> QuestionPart
     _outage(answer, opened, report, bounds)
     _tasks(answer, opened, report, bounds)
     total, whole = sum(item.attempts for item in lost), sum(item.reproducible for item in lost)
-    answer.text(
-        "can be replayed", f"{whole} of {total} lost attempts, by ratchet replay" if total else "none lost"
-    )
+    answer.text("can be replayed", f"{whole} of {total} lost attempts, by ratchet replay" if total else "none lost")
     again = health.replays(opened, run=report.run)
     if again.attempts:
         answer.text("went on in a fresh sandbox", f"{again.attempts} attempts, {again.valid} of them to a valid end")
