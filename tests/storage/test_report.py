@@ -4,7 +4,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from statistics import median
 
 import pytest
@@ -18,13 +17,13 @@ from storage.migrations import migrate
 from storage.report import Report, build_report, render_html, render_terminal
 from storage.report.model import TIME_PARTS
 from storage.tables import Batch, Run
+from tests.lineage.pages import Page
 from tests.storage import rows
 from tests.storage.conftest import MakeRun
 from tests.storage.made_run import START, MadeRun
 from workflows.contracts import EpisodeRecord
 
 COLUMNS = 100
-VOID = {"meta", "br", "hr", "img", "link", "input", "line", "circle", "rect", "polyline"}
 
 
 def report_of(database: Engine, run: str) -> Report:
@@ -259,30 +258,10 @@ def test_the_terminal_draws_rewards_and_marks_held_out_points(report: Report) ->
     assert max(map(len, shown.splitlines())) <= COLUMNS and "…" not in shown
 
 
-class Page(HTMLParser):
-    """Whether tags close in order, and every attribute that could make a browser ask for something."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.asks: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        self.asks += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "action")]
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-
 def test_the_page_asks_nothing_of_anybody(report: Report) -> None:
     text = render_html(report)
     page = Page(text)
-    assert page.open == []
+    assert page.open == [] and page.scripts == 0
     assert [ask for ask in page.asks if "href=#" not in ask] == []
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)\S+", text) == []
     assert not re.search(r"<script|@import|url\(|<link|<iframe", text)
