@@ -112,21 +112,24 @@ class ObjectStore:
             return False
         return True
 
-    def put_file(self, key: str, path: Path, *, progress: Callable[[int], None] | None = None) -> None:
-        """Upload a file, in parts above 64 MiB; `progress` gets the bytes of each piece (call it to heartbeat)."""
+    def put_file(
+        self, key: str, path: Path, *, progress: Callable[[int], None] | None = None, max_bytes_per_s: int = 0
+    ) -> None:
+        """Upload a file, in parts above 64 MiB; `progress` gets the bytes of each piece (call it to heartbeat).
+        `max_bytes_per_s` 0: as fast as it goes."""
+        config, callback = _transfer(max_bytes_per_s), progress or (lambda _: None)
         with _named("upload", key):
-            self._client.upload_file(
-                str(path), self.bucket, key, Config=_transfer(), Callback=progress or (lambda _: None)
-            )
+            self._client.upload_file(str(path), self.bucket, key, Config=config, Callback=callback)
 
-    def get_file(self, key: str, path: Path, *, progress: Callable[[int], None] | None = None) -> None:
-        """Download to `path`, which appears whole or not at all."""
+    def get_file(
+        self, key: str, path: Path, *, progress: Callable[[int], None] | None = None, max_bytes_per_s: int = 0
+    ) -> None:
+        """Download to `path`, which appears whole or not at all; `progress` and `max_bytes_per_s` as in `put_file`."""
         partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        config, callback = _transfer(max_bytes_per_s), progress or (lambda _: None)
         try:
             with _named("download", key):
-                self._client.download_file(
-                    self.bucket, key, str(partial), Config=_transfer(), Callback=progress or (lambda _: None)
-                )
+                self._client.download_file(self.bucket, key, str(partial), Config=config, Callback=callback)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -172,10 +175,15 @@ class ObjectStore:
             self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id)
 
 
-def _transfer() -> Any:
+def _transfer(max_bytes_per_s: int) -> Any:
     from boto3.s3.transfer import TransferConfig
 
-    return TransferConfig(multipart_threshold=MULTIPART_BYTES, multipart_chunksize=MULTIPART_BYTES, max_concurrency=4)
+    return TransferConfig(
+        multipart_threshold=MULTIPART_BYTES,
+        multipart_chunksize=MULTIPART_BYTES,
+        max_concurrency=4,
+        max_bandwidth=max_bytes_per_s or None,
+    )
 
 
 @contextmanager

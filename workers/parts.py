@@ -8,12 +8,14 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from workers.settings import Settings
+from workers.stack.state import scratch_root
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
     from temporalio.client import Client
 
     from activities.generation.activities import GenerationActivities
+    from activities.generation.loader import OfferSource
     from activities.generation.loading import EngineActivities
     from activities.janitor.host import HostJanitorActivities
     from activities.janitor.records import RecordJanitorActivities
@@ -122,19 +124,30 @@ async def generation(settings: Settings, stack: AsyncExitStack) -> GenerationAct
 
 def training(settings: Settings, stack: AsyncExitStack) -> tuple[TrainingActivities, PublicationActivities]:
     from activities.publication.activities import PublicationActivities
+    from activities.publication.offers import Offers, OfferServer
     from activities.training.activities import TrainingActivities
     from activities.training.service import TrainerService
 
     store, rows, spool = object_store(settings), database(settings), settings.home_path / "spool"
     service = TrainerService(store, spool)
     stack.callback(service.close)
+    stack.enter_context(OfferServer(offers(settings).address, Offers(offers(settings).folder)))
     return TrainingActivities(service, store, rows, spool), PublicationActivities(service, store, rows, spool)
+
+
+def offers(settings: Settings) -> OfferSource:
+    """Where the trainer's machine hands out weights, for both sides."""
+    from activities.generation.loader import OfferSource
+    from activities.publication.offers import FOLDER, UNIX
+
+    address = settings.offers_address or f"{UNIX}{scratch_root(settings.home_path) / 'offers.sock'}"
+    return OfferSource(address, settings.home_path / "spool" / FOLDER)
 
 
 async def engines(settings: Settings, stack: AsyncExitStack) -> EngineActivities:
     from activities.generation.loading import EngineActivities, EngineKeeper
 
-    activities = EngineActivities(object_store(settings), database(settings), settings.home_path)
+    activities = EngineActivities(object_store(settings), database(settings), settings.home_path, offers(settings))
     ours = [engine for engine in settings.engine_infos if engine.host == settings.host]
     await stack.enter_async_context(EngineKeeper(activities, ours))
     return activities

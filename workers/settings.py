@@ -47,6 +47,11 @@ class Settings(BaseSettings):
         description="External router in front of all engines, through which generations go; weights are loaded into "
         "the engines directly. Empty: workers choose the engine.",
     )
+    offers_address: str = Field(
+        "",
+        description="Where the trainer's machine hands out weights for weight_channel direct, where engines are on"
+        " other machines: http://<its address>:<port>, in a private network. Empty: a socket file on this one.",
+    )
     docker_host: str = Field("", description="Docker's address; empty: the local socket.")
     deployment: str = Field(
         "", description="Worker deployment whose versions run side by side; empty: one build at a time."

@@ -131,7 +131,7 @@ class Admission:
             task=task,
             group_size=config.rollout.group_size,
             max_replacements=config.rollout.max_replacements,
-            limits=config.rollout.limits(),
+            limits=config.limits(),
             seed=derive_seed(config.seed, "group", number),
             report_to=self._run,
             short_group=config.rollout.short_group,

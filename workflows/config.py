@@ -12,7 +12,18 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from workflows.contracts import Baseline, Correction, Loss, OnStale, PoolPolicy, RolloutLimits, ShortGroup
+from workflows.contracts import (
+    Baseline,
+    Correction,
+    InFlight,
+    KvPlan,
+    Loss,
+    OnStale,
+    PoolPolicy,
+    RolloutLimits,
+    ShortGroup,
+    WeightChannel,
+)
 
 MOST_GROUPS = 400
 """Groups in flight and ready that a run's state has room for; each takes some 60 bytes of it."""
@@ -111,7 +122,8 @@ class RolloutConfig(Section):
         return self.group_size + self.group_redundancy
 
     def limits(self) -> RolloutLimits:
-        return RolloutLimits(**{name: getattr(self, name) for name in RolloutLimits.model_fields})
+        own = RolloutLimits.model_fields.keys() & type(self).model_fields.keys()
+        return RolloutLimits(**{name: getattr(self, name) for name in own})
 
 
 class TrainingConfig(Section):
@@ -222,7 +234,46 @@ class EvaluationConfig(Section):
 
 
 class PublicationConfig(Section):
+    """How new weights are kept, and how engines take them."""
+
     keep_last: int = Field(2, ge=1, description="Versions whose weights and training state are kept.")
+    keep_every: int = Field(
+        0, ge=0, description="Weights of every so many versions, from the first on, are kept for good; 0: of none."
+    )
+    full_every: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Every so many versions the weights go to the object store whole, between them as what changed"
+        " since the version before; 1: always whole. Pays in bfloat16 at learning rates up to 1e-5.",
+    )
+    max_mbytes_per_s: float = Field(
+        0.0, ge=0, description="What one transfer of weights may take of the network, in MB/s; 0: all there is."
+    )
+    in_flight: InFlight = Field(
+        InFlight.KEEP,
+        description="Requests under way at a load: finish; abort_continue (cut, and continued from their tokens under"
+        " the new weights); or keep (frozen meanwhile).",
+    )
+    kv: KvPlan = Field(
+        KvPlan.DROP,
+        description="The engine's cache at a load: drop; salt (new requests never find what older weights filled); or"
+        " keep (they do, which mixes weights within a token).",
+    )
+    rolling: bool = Field(
+        False, description="Load engines in turns, so that at least half of them serve; false: all at once."
+    )
+    store_every: int = Field(
+        10,
+        ge=1,
+        le=1000,
+        description="weight_channel direct and colocated: every so many versions the weights go to the object store,"
+        " too.",
+    )
+
+    def stores(self, version: int, channel: WeightChannel) -> bool:
+        """Whether the weights of this version go to the object store."""
+        return channel is WeightChannel.S3 or version % self.store_every == 0
 
 
 class RunConfig(Section):
@@ -235,6 +286,11 @@ class RunConfig(Section):
     max_concurrent_episodes: int = Field(32, ge=1, le=1024, description="Episodes in flight.")
     resume_from: str | None = Field(None, description="Id of a run whose last checkpoint this one starts from.")
     continue_as_new_every: int = Field(10, ge=1, description="Updates per workflow history.")
+    weight_channel: WeightChannel = Field(
+        WeightChannel.S3,
+        description="How weights reach the engines: s3 (the object store); direct (a connection to the trainer's"
+        " machine); colocated (engines on the trainer's own machine, which take turns with it; sync mode only).",
+    )
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -268,6 +324,11 @@ class RunConfig(Section):
         share, episodes = self.training.replay_share, self.rollout.groups_per_batch * self.rollout.group_size
         if 0 < share * episodes / (1 - share) < 1:
             raise ValueError(f"training.replay_share {share} of a batch of {episodes} episodes is less than one")
+        if self.weight_channel is WeightChannel.COLOCATED and self.mode == "async":
+            raise ValueError(
+                "weight_channel colocated needs mode sync: engines rest while the trainer has their device; in async"
+                " mode take direct or s3"
+            )
         least, most = self.rollout.min_off_policy_steps, self.rollout.max_off_policy_steps
         if least is not None and least > most:
             raise ValueError(f"rollout.min_off_policy_steps, {least}, must not be above max_off_policy_steps, {most}")
@@ -277,6 +338,10 @@ class RunConfig(Section):
                 " next; rollout.max_off_policy_steps says how many there may be"
             )
         return self
+
+    def limits(self) -> RolloutLimits:
+        """What one episode of this run may use."""
+        return self.rollout.limits().model_copy(update={"kv": self.publication.kv})
 
     @property
     def capacity(self) -> int:

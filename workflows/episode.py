@@ -177,6 +177,7 @@ class Episode:
             priority=self._input.priority,
             started_at=self._started_at,
             timeout_s=limits.generate_timeout_s,
+            kv=limits.kv,
         )
         try:
             out = await policies.call(

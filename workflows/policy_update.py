@@ -1,4 +1,4 @@
-"""From a batch to weights in the engines: start the parts, reserve, update, publish, apply, evaluate.
+"""From a batch to a new state: start the parts, reserve, update, evaluate; weight_sync.py brings it to the engines.
 
 Part of TrainingRun, on its state: each function makes one step durable and leaves the state as it is afterwards.
 """
@@ -6,18 +6,14 @@ Part of TrainingRun, on its state: each function makes one step durable and leav
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from temporalio import workflow
 from temporalio.exceptions import (
-    ActivityError,
     ApplicationError,
     CancelledError,
     ChildWorkflowError,
     TerminatedError,
-    is_cancelled_exception,
 )
 from temporalio.workflow import ParentClosePolicy
 
@@ -25,17 +21,12 @@ from workflows import policies
 from workflows.admission import end_surplus, pick_tasks
 from workflows.attributes import started
 from workflows.contracts import (
-    ApplyInput,
-    ApplyOutput,
-    EngineInfo,
     EvaluationInput,
     EvaluationResult,
     FailureType,
     LeaseEnginesInput,
     LeaseEnginesOutput,
     OnStale,
-    PublishInput,
-    PublishOutput,
     Queue,
     ReserveBatchInput,
     ReserveBatchOutput,
@@ -48,22 +39,13 @@ from workflows.contracts import (
     TrainerOutput,
     UpdateInput,
     UpdateOutput,
+    WeightChannel,
     engine_queue,
 )
-from workflows.failures import sentence
-from workflows.run_state import MAX_EMPTY_BATCHES, Carry
+from workflows.run_state import MAX_EMPTY_BATCHES, Carry, Say
+from workflows.weight_sync import apply_to_all, rest
 
-APPLY_ROUNDS = 5
 LEASE_EVERY = timedelta(seconds=5)
-LATE = timedelta(seconds=5)
-"""Least time that an engine has for a version after another has proven it."""
-LATE_AGAIN = timedelta(milliseconds=500)
-
-Say = Callable[[str], None]
-
-
-def _config_json(carry: Carry) -> dict[str, Any]:
-    return carry.config.model_dump(mode="json")
 
 
 async def lease_engines(run: str, say: Say) -> None:
@@ -105,7 +87,7 @@ async def start_parts(run: str, carry: Carry, say: Say) -> None:
     ]
     trainer = await policies.call(
         "start_trainer",
-        TrainerInput(run=run, config=_config_json(carry), resume_checkpoint=carry.opened.resume_checkpoint),
+        TrainerInput(run=run, config=carry.config_json(), resume_checkpoint=carry.opened.resume_checkpoint),
         TrainerOutput,
         policies.UPDATE,
         summary=f"load {config.model}",
@@ -132,7 +114,7 @@ async def hold_out_divergent(run: str, carry: Carry, weighed: dict[int, int], sa
         say(f"weighing {len(numbers)} groups of earlier versions")
         out = await policies.call(
             "score",
-            ScoreInput(run=run, config=_config_json(carry), checkpoint=carry.checkpoint, groups=numbers),
+            ScoreInput(run=run, config=carry.config_json(), checkpoint=carry.checkpoint, groups=numbers),
             ScoreOutput,
             policies.UPDATE,
             summary=f"divergence of {len(numbers)} groups from version {version}",
@@ -174,12 +156,14 @@ async def update(run: str, carry: Carry, say: Say) -> bool:
         summary=f"batch of step {step}: {len(batch)} groups",
     )
     carry.wait = reserved.wait
+    if carry.config.weight_channel is WeightChannel.COLOCATED:
+        await rest(run, carry, say)
     say(f"updating: step {step} on {reserved.episodes} episodes")
     out = await policies.call(
         "update",
         UpdateInput(
             run=run,
-            config=_config_json(carry),
+            config=carry.config_json(),
             batch_id=reserved.batch_id,
             step=step,
             policy_version=carry.policy_version,
@@ -192,6 +176,8 @@ async def update(run: str, carry: Carry, say: Say) -> bool:
     carry.pool.left_out(out.dropped)
     if out.void:
         _note_void(carry, out.void)
+        if carry.config.weight_channel is WeightChannel.COLOCATED:
+            await apply_to_all(run, carry, carry.policy_version, say)
         return False
     carry.void_batches = 0
     carry.batch_opened_at = next_opened_at
@@ -214,91 +200,6 @@ def _note_void(carry: Carry, why: str) -> None:
         )
 
 
-async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
-    """Publish the weights of the present step and bring them to every engine; at least one must prove them.
-
-    An engine that can't, or that takes far longer than another did, is out of routing until it has; the run goes on
-    with the others."""
-    version = carry.step
-    say(f"publishing version {version}")
-    published = await policies.call(
-        "publish",
-        PublishInput(
-            run=run, config=_config_json(carry), version=version, step=carry.step, checkpoint=carry.checkpoint
-        ),
-        PublishOutput,
-        policies.PUBLISH,
-        summary=f"version {version}",
-        queue=Queue.TRAINING,
-    )
-    carry.manifest = published.manifest
-    for round_number in range(APPLY_ROUNDS):
-        whys = await _apply_to_all(run, carry, version, say)
-        if not all(whys):
-            carry.policy_version = version
-            return
-        say(f"no engine could prove version {version}: {whys[0]}; trying again")
-        await workflow.sleep(timedelta(seconds=5 * (round_number + 1)))
-    raise ApplicationError(
-        f"no engine could prove version {version}: {'; '.join(whys)}", type=FailureType.ENGINE, non_retryable=True
-    )
-
-
-async def _apply_to_all(run: str, carry: Carry, version: int, say: Say) -> list[str]:
-    """Why each engine does not serve the version; empty where it does. Once one does, the others have about as long
-    again, one that was late the last time a moment: the keeper of their host brings them the version when they
-    answer."""
-    engines = carry.opened.engines
-    tasks = [asyncio.ensure_future(_apply(run, carry, engine, version)) for engine in engines]
-    if len(tasks) == 1 or not workflow.patched("engines-in-time"):
-        return list(await asyncio.gather(*tasks))
-    began, deadline = workflow.now(), None
-    waiting: list[asyncio.Task[str]] = list(tasks)
-    try:
-        while waiting and (deadline is None or workflow.now() < deadline):
-            left = None if deadline is None else (deadline - workflow.now()).total_seconds()
-            _, waiting = await workflow.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            proven = any(task.done() and not task.exception() and not task.result() for task in tasks)
-            if proven and deadline is None:
-                slow = [engine.name for engine, task in zip(engines, tasks, strict=True) if task in waiting]
-                known = set(slow) <= set(carry.late_engines)
-                deadline = workflow.now() + (LATE_AGAIN if known else max(LATE, 2 * (workflow.now() - began)))
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    for task in waiting:
-        task.cancel()
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    late = [engine.name for engine, task in zip(engines, tasks, strict=True) if task in waiting]
-    carry.late_engines = late
-    if late:
-        say(f"version {version} is served, by {', '.join(late)} once they answer")
-    return [
-        f"{engine.name}: not in time" if engine.name in late else task.result()
-        for engine, task in zip(engines, tasks, strict=True)
-    ]
-
-
-async def _apply(run: str, carry: Carry, engine: EngineInfo, version: int) -> str:
-    """Why the engine does not serve the version; empty when it does."""
-    try:
-        out = await policies.call(
-            "apply",
-            ApplyInput(run=run, engine=engine, version=version, manifest=carry.manifest),
-            ApplyOutput,
-            policies.APPLY,
-            summary=f"version {version} on {engine.name}",
-            queue=engine_queue(engine.host),
-        )
-    except ActivityError as error:
-        if is_cancelled_exception(error):
-            raise
-        return f"{engine.name}: {sentence(error)}"
-    return "" if out.proven else f"{engine.name}: {out.why}"
-
-
 async def evaluate(run: str, carry: Carry, say: Say) -> None:
     """Held-out tasks under the present version; once per version."""
     evaluation = carry.config.evaluation
@@ -312,7 +213,7 @@ async def evaluate(run: str, carry: Carry, say: Say) -> None:
         tasks=await pick_tasks(carry, Split.HELD_OUT, 0, evaluation.tasks),
         samples_per_task=evaluation.samples_per_task,
         concurrency=carry.config.max_concurrent_episodes,
-        limits=carry.config.rollout.limits(),
+        limits=carry.config.limits(),
         seed=carry.config.seed,
     )
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -13,6 +15,8 @@ from workflows.ready_pool import PoolRules, ReadyPool
 
 MAX_EMPTY_BATCHES = 3
 """Batches in a row without an eligible group, or that taught nothing, after which the run ends."""
+Say = Callable[[str], None]
+"""Tells whoever asks what the run is doing."""
 SHOWN = 5
 """Quarantined tasks that the UI names."""
 
@@ -52,6 +56,10 @@ class Carry(BaseModel):
     """Those that did not serve the last version in time."""
     row_state: RunState = RunState.RUNNING
     """The state that the run's row has."""
+
+    def config_json(self) -> dict[str, Any]:
+        """The configuration as messages carry it."""
+        return self.config.model_dump(mode="json")
 
     @property
     def rules(self) -> PoolRules:

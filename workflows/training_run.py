@@ -16,7 +16,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, FailureError, TemporalError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import policies, policy_update
+    from workflows import policies, policy_update, weight_sync
     from workflows.admission import Admission, lost_group, lost_groups
     from workflows.attributes import POLICY_VERSION, REWARD, RUN
     from workflows.config import RunConfig, parse_run_config
@@ -141,7 +141,7 @@ class TrainingRun:
         self._adopt(carry)
         await policy_update.lease_engines(self._run, self._say)
         await policy_update.start_parts(self._run, carry, self._say)
-        await policy_update.publish_and_apply(self._run, carry, self._say)
+        await weight_sync.publish_and_apply(self._run, carry, self._say)
         await self._record_progress()
         await policy_update.evaluate(self._run, carry, self._say)
         carry.batch_opened_at = workflow.now().timestamp()
@@ -172,7 +172,7 @@ class TrainingRun:
                 continue
             if not await policy_update.update(self._run, carry, self._say):
                 continue
-            await policy_update.publish_and_apply(self._run, carry, self._say)
+            await weight_sync.publish_and_apply(self._run, carry, self._say)
             await self._record_progress()
             carry.trained(workflow.now().timestamp())
             carry.steps_in_history += 1

@@ -12,12 +12,13 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from temporalio import activity
 
 from activities.generation.engine import Affinity, EngineClient, Generation
 from activities.generation.harness import initial_messages, observation_message, parse_action
-from activities.generation.routing import Ask, Cached, EnginePool
+from activities.generation.routing import Ask, Cached, EnginePool, Grant
 from activities.generation.server import routes_experts
 from activities.generation.transcript import Template
 from storage.objects import ObjectStore
@@ -28,8 +29,10 @@ from workflows.contracts import (
     FinishReason,
     GenerateInput,
     GenerateOutput,
+    KvPlan,
     Segment,
     Timing,
+    derive_seed,
     parse_policy_label,
 )
 from workflows.errors import EngineError
@@ -103,18 +106,22 @@ class GenerationActivities:
     async def _sample(
         self, message: GenerateInput, prompt: list[int], earlier: list[Segment], room: int, template: Template
     ) -> tuple[Generation, list[int], str, float]:
-        """(answer, version per token, engine, seconds waited) of the first engine that answers from proven weights."""
+        """(answer, version per token, engine, seconds waited) of the first engine that answers from proven weights.
+
+        What an engine had made of proven weights when it was cut goes before the prompt of the next try."""
         ask, waited_s = _ask(message, earlier), 0.0
         routed_from = _routed_from(message.model, earlier)
-        for attempt in range(TRIES):
+        most, made, versions = min(room, message.sampling.max_tokens), _NOTHING, list[int]()
+        attempt = 0
+        while True:
             async with self._pool.engine(ask) as grant:
                 waited_s += grant.waited_s
                 try:
                     answer = await grant.client.generate(
-                        prompt,
+                        prompt + made.token_ids,
                         temperature=message.sampling.temperature,
-                        max_tokens=min(room, message.sampling.max_tokens),
-                        seed=message.seed,
+                        max_tokens=most - len(versions),
+                        seed=derive_seed(message.seed, len(versions)) if versions else message.seed,
                         stop_token_ids=[template.end_of_turn],
                         priority=message.priority,
                         cache_salt=grant.cache_salt,
@@ -122,13 +129,20 @@ class GenerationActivities:
                         timeout_s=message.timeout_s,
                         routed_from=routed_from,
                     )
-                    versions = await proven_versions(grant.witnesses, message.run, answer)
-                    return answer, versions, grant.client.info.name, waited_s
+                    made_by = await proven_versions(grant.witnesses, message.run, answer)
+                    if message.kv is KvPlan.SALT:
+                        _refuse_foreign_cache(grant, answer)
                 except EngineError as error:
                     grant.suspect()
-                    if not error.retryable or attempt == TRIES - 1:
+                    attempt += 1
+                    if not error.retryable or attempt == TRIES:
                         raise
-        raise AssertionError("the loop returns or raises")
+                    continue
+            made, versions = _joined(made, answer), versions + made_by
+            if made.finish_reason is None and len(versions) == most:
+                made = replace(made, finish_reason=FinishReason.LENGTH)
+            if made.finish_reason is not None:
+                return made, versions, grant.client.info.name, waited_s
 
     async def _segment(self, key: str) -> Segment:
         if key in self._segments:
@@ -149,6 +163,32 @@ def segment_key(run: str, attempt_id: str, turn: int, activity_attempt: int) -> 
     return f"runs/{run}/trajectories/{attempt_id.removeprefix(f'{run}/')}/t{turn}-{activity_attempt}.json"
 
 
+def _refuse_foreign_cache(grant: Grant, answer: Generation) -> None:
+    """An engine that took new weights since it was last asked found, under the old salt, what the old weights left.
+    Raises EngineError, retryable: the next try has the new salt."""
+    if answer.cached_tokens and answer.spans[0].label not in grant.labels:
+        name = grant.client.info.name
+        raise EngineError(f"{name}: {answer.cached_tokens} prompt tokens came from the cache of earlier weights")
+
+
+_NOTHING = Generation(token_ids=[], logprobs=[], spans=[], finish_reason=None, cached_tokens=0)
+
+
+def _joined(made: Generation, more: Generation) -> Generation:
+    """What was made before a cut, and what came after it. Experts are those of the last engine, through which all of
+    the tokens went; the cached ones are those of the turn's own prompt."""
+    if not made.token_ids:
+        return more
+    done = len(made.token_ids)
+    return replace(
+        more,
+        token_ids=made.token_ids + more.token_ids,
+        logprobs=made.logprobs + more.logprobs,
+        spans=made.spans + [span._replace(start=span.start + done, end=span.end + done) for span in more.spans],
+        cached_tokens=made.cached_tokens,
+    )
+
+
 def _routed_from(model: str, earlier: list[Segment]) -> int | None:
     """The last token of the turn before went through no layer when it was sampled."""
     return max(0, sum(len(segment.token_ids) for segment in earlier) - 1) if routes_experts(model) else None
@@ -163,6 +203,7 @@ def _ask(message: GenerateInput, earlier: list[Segment]) -> Ask:
         last=Cached(earlier[-1].engine, earlier[-1].versions[-1]) if earlier else None,
         priority=message.priority,
         started_at=message.started_at,
+        kv=message.kv,
     )
 
 

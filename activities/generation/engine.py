@@ -18,7 +18,7 @@ import httpx
 
 from activities.generation.pressure import Pressure
 from activities.generation.server import SERVED_NAME
-from workflows.contracts import EngineInfo, FinishReason, parse_policy_label
+from workflows.contracts import EngineInfo, FinishReason, InFlight, KvPlan, parse_policy_label
 from workflows.errors import EngineError
 
 GENERATE_PATH = "/inference/v1/generate"
@@ -38,7 +38,9 @@ KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
 ]
 """A machine that is gone says nothing: its requests fail after 25 s, not when they should long have been answered."""
-FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": None}
+PAUSES = {InFlight.FINISH: "wait", InFlight.ABORT_CONTINUE: "abort", InFlight.KEEP: "keep"}
+"""vLLM's words for what becomes of requests in flight."""
 
 
 class VersionSpan(NamedTuple):
@@ -73,7 +75,8 @@ class Generation:
     logprobs: list[float]
     """Natural log, of the distribution sampled from."""
     spans: list[VersionSpan]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None: it was cut before its end, with the tokens that it had."""
     cached_tokens: int
     routed_experts: str = ""
     """As in Segment; empty from an engine that does not say."""
@@ -166,12 +169,13 @@ class EngineClient:
             rest = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [0.0, *(position[str(token)]["logprob"] for token, position in rest)]
 
-    async def cached_tokens(self, token_ids: list[int]) -> int:
+    async def cached_tokens(self, token_ids: list[int], *, cache_salt: str | None = None) -> int:
         """How many tokens of a prompt the engine finds in its prefix cache; they are in it afterwards."""
         sampling = {"max_tokens": 1, "detokenize": False}
-        answer = await self._generate(
-            {"token_ids": token_ids, "sampling_params": sampling, "priority": PROBE_PRIORITY}, read_s=CONTROL_S
-        )
+        body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "priority": PROBE_PRIORITY}
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        answer = await self._generate(body, read_s=CONTROL_S)
         with self._reading():
             return _cached(answer)
 
@@ -191,9 +195,11 @@ class EngineClient:
         """Tokens made from here on carry `label`."""
         await self._call("POST", "/update_weight_version", json={"new_version": label})
 
-    async def pause(self) -> None:
-        """Freeze the requests in flight and forget every cached prefix. Doing it twice is one pause."""
-        await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "true"}, read_s=CONTROL_S)
+    async def pause(self, in_flight: InFlight = InFlight.KEEP, kv: KvPlan = KvPlan.DROP) -> None:
+        """Begin nothing new, and return once what is in flight has ended, was cut or is frozen. Frozen requests go on
+        with what the cache holds of them, unless it is dropped. Doing it twice is one pause."""
+        params = {"mode": PAUSES[in_flight], "clear_cache": "true" if kv is KvPlan.DROP else "false"}
+        await self._call("POST", "/pause", params=params, read_s=GENERATE_S)
 
     async def resume(self) -> None:
         await self._call("POST", "/resume", read_s=CONTROL_S)
@@ -205,6 +211,39 @@ class EngineClient:
     async def reload(self, folder: str) -> None:
         """Load the weights below `folder`, a path on the engine's machine, into the paused engine."""
         await self._rpc("ratchet_reload", path=folder)
+
+    async def stage(self, source: str, *, digest: str, size: int, bytes_per_s: float = 0) -> None:
+        """Begin to bring weights into the engine's memory while it goes on: from `source`, which `offers.fetch` names,
+        `size` bytes of sha256 `digest`. What was staged before is forgotten."""
+        await self._rpc("ratchet_forget")
+        await self._call("POST", "/start_weight_update")
+        info = {"source": source, "digest": digest, "size": size, "bytes_per_s": bytes_per_s}
+        await self._call("POST", "/update_weights", json={"update_info": info})
+
+    async def staged(self) -> bool:
+        """Whether what was begun last lies verified in the engine's memory. Raises EngineError, retryable, where it
+        failed."""
+        told = await self._rpc("ratchet_staged")
+        with self._reading():
+            if told["failed"]:
+                raise EngineError(f"{self.info.name}: weights did not arrive: {told['failed']}")
+            return bool(told["ready"])
+
+    async def swap(self) -> None:
+        """Exchange the weights of the paused engine for the staged ones."""
+        await self._call("POST", "/finish_weight_update", json={}, read_s=CONTROL_S)
+
+    async def rest(self) -> None:
+        """Give the device up, weights and cache; nothing may be in flight."""
+        await self._call("POST", "/sleep", params={"level": 1, "mode": "keep"}, read_s=CONTROL_S)
+
+    async def wake(self) -> None:
+        """Take the device again, if it was given up."""
+        answer = await self._call("GET", "/is_sleeping")
+        with self._reading():
+            asleep = bool(answer["is_sleeping"])
+        if asleep:
+            await self._call("POST", "/wake_up", read_s=CONTROL_S)
 
     async def digest(self) -> str:
         """Digest of the parameters that the engine holds."""
@@ -294,9 +333,9 @@ def _cached(answer: dict[str, Any]) -> int:
 
 def _generation(answer: dict[str, Any], engine: str) -> Generation:
     choice = answer["choices"][0]
-    finish = FINISH.get(choice["finish_reason"])
-    if finish is None:
+    if choice["finish_reason"] not in FINISH or (choice["finish_reason"] == "abort" and not choice["token_ids"]):
         raise EngineError(f"{engine}: the answer ended with {choice['finish_reason']!r}")
+    finish = FINISH[choice["finish_reason"]]
     spans = [VersionSpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
     generation = Generation(
         token_ids=choice["token_ids"],

@@ -1,32 +1,45 @@
-"""Brings one engine to a version: verified files, a short pause, a proof, and only then the label that routing reads.
+"""Brings one engine to a version: verified weights, a short pause, a proof, and only then the label that routing reads.
 
-The label goes `<run>:<old>` -> `<run>:<new>?` -> `<run>:<new>`. A load that fails, or that nobody saw the end of, is
-disowned: the label becomes nobody's, requests in flight are aborted, and it stays so for longer than any answer waits
-for its proof, so that no token made meanwhile can pass for proven. Called by the `apply` activity and by the keeper,
-one at a time.
+Weights come as files from the object store, or from the trainer's machine into the engine's memory, as the manifest
+says; both are on the engine's machine and verified before the pause. The label goes `<run>:<old>` -> `<run>:<new>?` ->
+`<run>:<new>`, with `<run>:<old>~` before them while requests in flight are to finish. A load that fails, or that nobody
+saw the end of, is disowned: the label becomes nobody's, requests in flight are aborted, and it stays so for longer than
+any answer waits for its proof, so that no token made meanwhile can pass for proven. Called by the `apply` activity and
+by the keeper, one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Engine
 
 from activities.generation.engine import EngineClient
 from activities.generation.proof import Desired, Shown, judge
 from activities.generation.server import read_spec
-from activities.generation.weights import WeightsCache
+from activities.generation.staging import FILE
+from activities.generation.weights import WeightsCache, check_tensors
 from activities.publication.manifest import Manifest, read_manifest
+from activities.publication.offers import Offers
 from storage.database import session
 from storage.objects import ObjectStore
 from storage.queries import upsert
 from storage.tables import EngineLoad
-from workflows.contracts import ApplyInput, ApplyOutput, parse_policy_label, policy_label
+from workflows.contracts import (
+    ApplyInput,
+    ApplyOutput,
+    InFlight,
+    KvPlan,
+    WeightChannel,
+    parse_policy_label,
+    policy_label,
+)
 from workflows.errors import EngineError, StorageError
 
 DISOWNED = "unproven"
@@ -36,8 +49,27 @@ HOLD_S = 12.0
 COME_BACK_S = 180.0
 """How long a load waits for an engine that restarts."""
 LOOK_EVERY_S = 0.5
+STAGED_EVERY_S = 0.02
 
 Result = TypeVar("Result")
+Exchange = Callable[[], Coroutine[Any, Any, None]]
+"""Exchanges the weights of the paused engine for others that wait for it."""
+
+
+class OfferSource(NamedTuple):
+    """Where the trainer's machine offers weights: the address of its server, and its folder where this is it."""
+
+    address: str = ""
+    folder: Path = Path()
+
+
+NO_OFFERS = OfferSource()
+
+
+class Swapped(NamedTuple):
+    drain_s: float
+    """How long requests in flight were waited for, which made tokens meanwhile."""
+    pause_s: float
 
 
 class EngineLoader:
@@ -50,6 +82,7 @@ class EngineLoader:
         weights: WeightsCache,
         database: Engine,
         home: Path,
+        offers: OfferSource = NO_OFFERS,
         *,
         hold_s: float = HOLD_S,
         come_back_s: float = COME_BACK_S,
@@ -60,6 +93,7 @@ class EngineLoader:
         self._weights = weights
         self._database = database
         self._home = home
+        self._offers = offers
         self._hold_s = hold_s
         self._come_back_s = come_back_s
 
@@ -83,6 +117,7 @@ class EngineLoader:
                 Desired(message=message, last=last).write(self._home)
             label = await self._answering()
             if proof is not None and label == _label(message):
+                await self.client.wake()
                 await self._record(message, proof)
                 return proof
             Desired(message=message, last=last).write(self._home)
@@ -96,14 +131,16 @@ class EngineLoader:
         manifest = await asyncio.to_thread(read_manifest, self._store, message.manifest)
         if manifest.version != message.version or manifest.canary is None:
             raise StorageError(f"{message.manifest}: not version {message.version} with a canary", retryable=False)
-        async with self._weights.verified(manifest, Path(spec.model)) as folder:
+        if manifest.channel is WeightChannel.COLOCATED:
+            await self.client.wake()
+        async with self._at_hand(manifest, Path(spec.model)) as exchange:
             downloaded = time.monotonic()
             if not _settled(label):
                 await self._disown()
-            pause_s = await _uninterrupted(self._swap(message, folder))
+            drain_s, pause_s = await _uninterrupted(self._swap(message, label, exchange))
         swapped = time.monotonic()
-        shown = await self._show(manifest)
-        why = judge(manifest, shown, last, spec.dtype)
+        shown = await self._show(manifest, message)
+        why = judge(manifest, shown, last, spec.dtype, message.kv)
         out = ApplyOutput(
             engine=self.client.info.name,
             version=message.version,
@@ -111,7 +148,8 @@ class EngineLoader:
             pause_s=pause_s,
             seconds={
                 "download": downloaded - started,
-                "load": swapped - downloaded,
+                "drain": drain_s,
+                "load": swapped - downloaded - drain_s,
                 "prove": time.monotonic() - swapped,
             },
             cached_tokens_after=shown.cached_tokens,
@@ -127,16 +165,52 @@ class EngineLoader:
         await self._record(message, out)
         return out
 
-    async def _swap(self, message: ApplyInput, folder: Path) -> float:
-        """Seconds in which the engine made no token while its weights were exchanged.
+    @asynccontextmanager
+    async def _at_hand(self, manifest: Manifest, model: Path) -> AsyncIterator[Exchange]:
+        """The manifest's weights, verified, on this machine. `model` is the folder that the engine was started with.
+
+        Raises what WeightsCache.verified raises, and EngineError (retryable) where the trainer's machine does not hand
+        them out and they are not in the object store."""
+        if manifest.channel is not WeightChannel.S3:
+            try:
+                await self._stage(manifest, model)
+            except EngineError:
+                if not manifest.stored:
+                    raise
+            else:
+                yield self.client.swap
+                return
+        async with self._weights.verified(manifest, model) as (folder, _):
+            yield partial(self.client.reload, str(folder))
+
+    async def _stage(self, manifest: Manifest, model: Path) -> None:
+        check_tensors(manifest.tensors, manifest.tensors, model)
+        file, source = manifest.weights_file, self._offers.address
+        if manifest.channel is WeightChannel.COLOCATED:
+            path = Offers(self._offers.folder).path(file.sha256)
+            if not path.is_file():
+                raise EngineError(f"{path}: not there; weight_channel colocated needs the trainer on this machine")
+            source = f"{FILE}{path}"
+        await self.client.stage(source, digest=file.sha256, size=file.bytes)
+        while not await self.client.staged():
+            await asyncio.sleep(STAGED_EVERY_S)
+
+    async def _swap(self, message: ApplyInput, label: str, exchange: Exchange) -> Swapped:
+        """Exchange the weights while the engine makes no token.
 
         The label is changed while nothing is being made: what comes after it comes from the new weights.
         """
-        began = time.monotonic()
+        began = paused = time.monotonic()
         try:
-            await self.client.pause()
+            if message.in_flight is InFlight.FINISH:
+                if (policy := parse_policy_label(label)) and policy[2]:
+                    await self.client.set_label(policy_label(*policy[:2], closing=True))
+                await self.client.pause(message.in_flight, message.kv)
+                paused = time.monotonic()
+            else:
+                await self.client.pause(message.in_flight, message.kv)
             await self.client.set_label(policy_label(message.run, message.version, proven=False))
-            await self.client.reload(str(folder))
+            await exchange()
         except EngineError:
             # The weights may be anything now: nothing in flight is worth keeping, and nothing may be frozen for ever.
             await self._disown(hold_s=0)
@@ -144,14 +218,15 @@ class EngineLoader:
         finally:
             with suppress(EngineError):
                 await self.client.resume()
-        return time.monotonic() - began
+        return Swapped(drain_s=paused - began, pause_s=time.monotonic() - paused)
 
-    async def _show(self, manifest: Manifest) -> Shown:
+    async def _show(self, manifest: Manifest, message: ApplyInput) -> Shown:
         assert manifest.canary is not None
         ids = manifest.canary.token_ids
         # Asked before the scoring: the canary was in the cache under the version before, so that a cache that survived
         # the load shows here.
-        cached = await self.client.cached_tokens(ids)
+        salt = _label(message) if message.kv is KvPlan.SALT else None
+        cached = await self.client.cached_tokens(ids, cache_salt=salt)
         return Shown(
             digest=manifest.digest,
             parameters=await self.client.digest(),

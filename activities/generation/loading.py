@@ -19,12 +19,21 @@ from sqlalchemy import Engine
 from temporalio import activity
 
 from activities.generation.engine import EngineClient
-from activities.generation.loader import EngineLoader
+from activities.generation.loader import NO_OFFERS, EngineLoader, OfferSource
 from activities.generation.server import EngineSpec
-from activities.generation.serving import serve
+from activities.generation.serving import end_server, serve
 from activities.generation.weights import WeightsCache
 from storage.objects import ObjectStore
-from workflows.contracts import ApplyInput, ApplyOutput, EngineInfo, ServeInput, ServeOutput, policy_label
+from workflows.contracts import (
+    ApplyInput,
+    ApplyOutput,
+    EngineInfo,
+    RestInput,
+    ServeInput,
+    ServeOutput,
+    Timing,
+    policy_label,
+)
 from workflows.errors import EngineError, RatchetError
 
 START_S = 600.0
@@ -32,6 +41,8 @@ START_S = 600.0
 LOOK_EVERY_S = 1.0
 FIRST_BACKOFF_S = 2.0
 LONGEST_BACKOFF_S = 60.0
+LOADS_IN_VAIN = 3
+"""Loads in a row that an engine that answers could not prove; then its server is started anew."""
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +55,15 @@ class EngineActivities:
         store: ObjectStore,
         database: Engine,
         home: Path,
+        offers: OfferSource = NO_OFFERS,
         *,
         start_s: float = START_S,
         connect: Callable[[EngineInfo], EngineClient] = EngineClient,
     ) -> None:
         self._store = store
         self._database = database
-        self._home = home
+        self.home = home
+        self._offers = offers
         self._start_s = start_s
         self._connect = connect
         self._weights = WeightsCache(store, home / "weights")
@@ -60,7 +73,9 @@ class EngineActivities:
         """The one loader of an engine in this process."""
         if engine not in self._loaders:
             client = self._connect(engine)
-            self._loaders[engine] = EngineLoader(client, self._store, self._weights, self._database, self._home)
+            self._loaders[engine] = EngineLoader(
+                client, self._store, self._weights, self._database, self.home, self._offers
+            )
         return self._loaders[engine]
 
     async def close(self) -> None:
@@ -74,7 +89,7 @@ class EngineActivities:
         loader = self.loader(message.engine)
         spec = EngineSpec.of(message.model, context_length=message.context_length, dtype=message.dtype)
         async with loader.lock:
-            restarted = await serve(loader.client, spec, self._home, wait_s=self._start_s)
+            restarted = await serve(loader.client, spec, self.home, wait_s=self._start_s)
         return ServeOutput(engine=message.engine.name, restarted=restarted, seconds=time.monotonic() - began)
 
     @activity.defn(name="apply")
@@ -82,12 +97,22 @@ class EngineActivities:
         """Load a published version into the engine and prove it; `EngineLoader.apply` says how and what it raises."""
         return await self.loader(message.engine).apply(message)
 
+    @activity.defn(name="rest")
+    async def rest(self, message: RestInput) -> Timing:
+        """Have the engine give its device to the trainer until the next `apply`. Raises EngineError."""
+        began, loader = time.monotonic(), self.loader(message.engine)
+        async with loader.lock:
+            await loader.client.rest()
+        return Timing(run_s=time.monotonic() - began)
+
 
 class EngineKeeper:
     """Watches this host's engines and loads the last version asked for into one that lost it: after a restart, or
-    after a load that failed or that nobody ended. An async context manager."""
+    after a load that failed or that nobody ended. One that can't prove it again and again is started anew. An async
+    context manager."""
 
     def __init__(self, activities: EngineActivities, engines: Sequence[EngineInfo]) -> None:
+        self._home = activities.home
         self._loaders = [activities.loader(engine) for engine in engines]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -103,20 +128,21 @@ class EngineKeeper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, loader: EngineLoader) -> None:
-        backoff = FIRST_BACKOFF_S
+        backoff, in_vain = FIRST_BACKOFF_S, 0
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             message = await self._lost(loader)
             if message is None:
-                backoff = FIRST_BACKOFF_S
+                backoff, in_vain = FIRST_BACKOFF_S, 0
                 continue
             name = loader.client.info.name
             log.info("%s lost version %d of %s: loading it again", name, message.version, message.run)
             try:
-                out = await loader.apply(message)
-                why = out.why
+                why = (await loader.apply(message)).why
+                in_vain += bool(why)
             except RatchetError as error:
                 why = str(error)
+                in_vain += isinstance(error, EngineError)
             except Exception:
                 log.exception("%s: the keeper could not load version %d", name, message.version)
                 why = "see above"
@@ -124,6 +150,11 @@ class EngineKeeper:
                 log.warning("%s: version %d is not served: %s", name, message.version, why)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LONGEST_BACKOFF_S)
+            if in_vain == LOADS_IN_VAIN:
+                log.warning("%s: %d loads in vain: starting it anew", name, in_vain)
+                in_vain = 0
+                async with loader.lock:
+                    end_server(self._home, name)
 
     async def _lost(self, loader: EngineLoader) -> ApplyInput | None:
         """What the engine should serve and does not; None while it does, is being loaded, or does not answer."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from activities.publication.manifest import Canary, Manifest
-from workflows.contracts import ApplyInput, ApplyOutput, Message
+from workflows.contracts import ApplyInput, ApplyOutput, KvPlan, Message
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Largest mean |difference| of the log-probabilities, by the engine's dtype. Rounding alone gives 3e-7 and 5e-3."""
@@ -63,9 +63,9 @@ class Desired(Message):
         write_whole(self.path(home, self.message.engine.name), self.model_dump_json())
 
 
-def judge(manifest: Manifest, shown: Shown, last: Shown | None, dtype: str) -> str:
+def judge(manifest: Manifest, shown: Shown, last: Shown | None, dtype: str, kv: KvPlan = KvPlan.DROP) -> str:
     """Why the engine has not proven the manifest's version; empty when it has. `dtype` is the engine's."""
-    if shown.cached_tokens:
+    if shown.cached_tokens and kv is not KvPlan.KEEP:
         return f"{shown.cached_tokens} prompt tokens came from the cache of earlier weights"
     if not shown.mean_abs <= TOLERANCE[dtype]:
         return (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from activities.generation.engine import EngineClient
 from activities.generation.pressure import FIRST, MOST, Pressure, next_limit
-from workflows.contracts import parse_policy_label, policy_label
+from workflows.contracts import CLOSING, parse_policy_label, policy_label
 from workflows.errors import EngineError
 
 FRESH_S = 0.5
@@ -68,7 +68,7 @@ class Seat:
 
     def serves(self, run: str) -> bool:
         policy = parse_policy_label(self.label)
-        return policy is not None and policy[0] == run and policy[2]
+        return policy is not None and policy[0] == run and policy[2] and not self.label.endswith(CLOSING)
 
     def describe(self) -> str:
         return self._fault or f"{self.client.info.name} carries {self.label!r}"
@@ -111,8 +111,11 @@ class Door:
 
     def salt(self) -> str:
         """Names the weights of every engine behind the door: what was cached under others is never found again."""
-        labels = "\n".join(sorted({seat.label for seat in self.seats if seat.label}))
-        return hashlib.sha256(labels.encode()).hexdigest()[:32]
+        return hashlib.sha256("\n".join(sorted(self.labels)).encode()).hexdigest()[:32]
+
+    @property
+    def labels(self) -> frozenset[str]:
+        return frozenset(seat.label for seat in self.seats if seat.label)
 
     def take(self) -> None:
         self.in_flight += 1

@@ -24,7 +24,7 @@ from activities.generation.engine import Affinity, EngineClient
 from activities.generation.placement import Load, place, return_to
 from activities.generation.rotation import Door, Seat
 from activities.generation.router import RouterClient
-from workflows.contracts import EngineInfo
+from workflows.contracts import EngineInfo, KvPlan
 from workflows.errors import EngineError
 
 LOOK_EVERY_S = 0.25
@@ -50,6 +50,8 @@ class Ask:
     """Lower goes first."""
     started_at: float = 0.0
     """When the attempt began, seconds since the epoch."""
+    kv: KvPlan = KvPlan.DROP
+    """What it may find in a cache of earlier weights."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Grant:
     witnesses: list[EngineClient]
     """The engines that may answer it: they are asked for the proof of what made its tokens."""
     cache_salt: str
+    labels: frozenset[str]
+    """The weights for which that is the salt: what the engines carried when they were last asked."""
     waited_s: float
     door: Door
 
@@ -174,7 +178,8 @@ class EnginePool:
             if not waiter.granted.done() and (door := self._placed(waiter.ask, now - waiter.since)) is not None:
                 door.take()
                 witnesses = [seat.client for seat in door.seats]
-                waiter.granted.set_result(Grant(door.client, witnesses, door.salt(), now - waiter.since, door))
+                salt = waiter.ask.run if waiter.ask.kv is KvPlan.KEEP else door.salt()
+                waiter.granted.set_result(Grant(door.client, witnesses, salt, door.labels, now - waiter.since, door))
 
     def _placed(self, ask: Ask, waited_s: float) -> Door | None:
         serving = {door.name: door for door in self._doors if door.serves(ask.run)}

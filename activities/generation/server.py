@@ -136,6 +136,7 @@ def command(spec: EngineSpec, port: int, *, on: str) -> list[str]:
         "generation-config": "vllm",
         "scheduling-policy": "priority",
         "worker-extension-cls": "activities.generation.worker_extension.WorkerExtension",
+        "weight-transfer-config": '{"backend": "ratchet"}',
     }
     flags = ["--enforce-eager", "--enable-scale-out", "--enable-prompt-tokens-details", "--no-enable-chunked-prefill"]
     if on == "cuda" and routes_experts(spec.model):

@@ -45,6 +45,7 @@ async def serve(client: EngineClient, spec: EngineSpec, home: Path, *, wait_s: f
         if before is not None:
             end_server(home, name)
     elif await _answers(client, spec):
+        await client.wake()
         return False
     started, seen = time.monotonic(), set[int]()
     while time.monotonic() - started < wait_s:

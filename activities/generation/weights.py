@@ -8,23 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import struct
+import threading
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from activities.publication.manifest import Manifest, TensorInfo, download_files
+from activities.publication.delta import WrongDelta
+from activities.publication.fetching import fetch_version
+from activities.publication.manifest import Manifest, TensorInfo
 from storage.objects import ObjectStore
-from workflows.errors import EngineError
+from workflows.errors import EngineError, StorageError
 
 KEEP = 2
 """Versions that stay on the disk: the one served and the one before."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 TIED_HEAD = "lm_head.weight"
+
+log = logging.getLogger(__name__)
+
+
+class Fetched(NamedTuple):
+    """A version on this machine."""
+
+    path: Path
+    bytes_moved: int
+    """What came over the network for it; 0 where all was here."""
 
 
 class WeightsCache:
@@ -37,34 +52,75 @@ class WeightsCache:
         self._users: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def verified(self, manifest: Manifest, model: Path) -> AsyncIterator[Path]:
-        """A folder with the manifest's files, which stays while the context lasts.
+    async def verified(self, manifest: Manifest, model: Path) -> AsyncIterator[Fetched]:
+        """A folder with the manifest's files, which stays while the context lasts; so do those that it is made from.
 
         Raises StorageError where a file can't be had or differs from the manifest, EngineError (final) where its
         tensors are not those of the manifest and of `model`, the folder that the engine was started with.
         """
-        folder = self._folder / manifest.digest[:32]
-        self._users[folder.name] += 1
+        folder = self._folder / _name(manifest.digest)
+        names = [folder.name, *(_name(delta.base_digest) for file in manifest.files for delta in file.deltas)]
+        self._users.update(names)
         try:
             async with self._locks[folder.name]:
-                await asyncio.to_thread(self._fetch, manifest, folder, model)
-            yield folder
+                moved = await _to_its_end(partial(self._fetch, manifest, folder, model))
+            yield Fetched(folder, moved)
         finally:
-            self._users[folder.name] -= 1
+            self._users.subtract(names)
         await self._prune()
 
-    def _fetch(self, manifest: Manifest, folder: Path, model: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        download_files(self._store, manifest, folder, progress=lambda _: None)
+    def _fetch(self, manifest: Manifest, folder: Path, model: Path, progress: Callable[[int], None]) -> int:
+        bases = self._bases(manifest)
+        try:
+            moved = fetch_version(self._store, manifest, folder, bases, progress=progress)
+        except WrongDelta as error:
+            if not bases:
+                raise
+            log.warning("version %d of %s: %s; fetching it whole", manifest.version, manifest.run, error)
+            moved = fetch_version(self._store, manifest, folder, {}, progress=progress)
         os.utime(folder)
         check_tensors(manifest.tensors, stored_tensors(folder), model)
+        return moved
+
+    def _bases(self, manifest: Manifest) -> dict[str, Path]:
+        """By sha256, files of earlier versions that are here and that the manifest's are made from."""
+        places = {
+            delta.base_sha256: self._folder / _name(delta.base_digest) / file.name
+            for file in manifest.files
+            for delta in file.deltas
+        }
+        return {sha256: path for sha256, path in places.items() if path.is_file()}
 
     async def _prune(self) -> None:
         ordered = sorted(self._folder.iterdir(), key=lambda item: item.stat().st_mtime, reverse=True)
-        for folder in ordered[KEEP:]:
+        for folder in [item for item in ordered[KEEP:] if self._users[item.name] <= 0]:
             async with self._locks[folder.name]:
-                if not self._users[folder.name]:
+                if self._users[folder.name] <= 0:
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _name(digest: str) -> str:
+    """Of a version's folder."""
+    return digest[:32]
+
+
+async def _to_its_end(work: Callable[[Callable[[int], None]], int]) -> int:
+    """Run `work` in a thread. When cancelled it is told to stop, by what it calls with its progress, and waited for:
+    nobody else may write where it does."""
+    stop = threading.Event()
+
+    def progress(_: int) -> None:
+        if stop.is_set():
+            raise StorageError("nobody waits for this download any more")
+
+    task = asyncio.ensure_future(asyncio.to_thread(work, progress))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait([task])
+        task.exception()
+        raise
 
 
 def check_tensors(listed: Iterable[TensorInfo], stored: Iterable[TensorInfo], model: Path) -> None:

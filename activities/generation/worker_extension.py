@@ -1,5 +1,5 @@
-"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, a digest of what is loaded, and on CPU
-the experts that a request's tokens went through.
+"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, a digest of what is loaded, a way for
+weights from the trainer's memory (staged_transfer.py), and on CPU the experts that a request's tokens went through.
 
 Runs inside vLLM's process (`--worker-extension-cls`); its methods are called by name through `/collective_rpc`, by
 EngineClient and nobody else. The caller has verified the files and paused the engine: a broken file here would take the
@@ -11,21 +11,43 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+from activities.generation.copies import renew_copies
 from activities.generation.routing_capture import RoutingCapture
+
+TRANSFER = "ratchet"
+"""Name of our weight-transfer backend in vLLM."""
+
+WeightTransferEngineFactory.register_engine(TRANSFER, "activities.generation.staged_transfer", "StagedTransfer")
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class, which has `model_runner`."""
 
     model_runner: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
     _ratchet_routing: RoutingCapture | None
 
     def ratchet_reload(self, path: str) -> dict[str, Any]:
         """Load the safetensors below `path` in place."""
         self.model_runner.reload_weights(weights_path=path)
-        _repack_tied_head(self.model_runner.get_model())
-        _repack_experts(self.model_runner.get_model())
+        renew_copies(self.model_runner.get_model())
         return {}
+
+    def ratchet_forget(self) -> dict[str, Any]:
+        """Forget what was staged, and a weight update that nobody ended."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.forget()
+        return {}
+
+    def ratchet_staged(self) -> dict[str, Any]:
+        """`{"ready": bool, "failed": why}` of what is being staged."""
+        staging = self.weight_transfer_engine.staging
+        if staging is None:
+            return {"ready": False, "failed": "nothing is being staged"}
+        return {"ready": staging.ready, "failed": staging.failed}
 
     def ratchet_routed(self, request_id: str = "", start: int = 0, stop: int = 0) -> dict[str, Any]:
         """`{"experts": text}`: base64 of a .npy [stop - start, layers, experts per token], with -1 for what is not
@@ -47,20 +69,3 @@ class WorkerExtension:
             bits = tensor.detach().view(integers[tensor.element_size()])
             lines.append(f"{name} {tuple(bits.shape)} {bits.sum(dtype=torch.int64)}")
         return {"digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
-
-
-def _repack_tied_head(model: Any) -> None:
-    """On CPU the head keeps a packed copy of the tied embedding, which vLLM's reload does not renew."""
-    for module in model.modules():
-        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _repack_experts(model: Any) -> None:
-    """On CPU a layer's experts are packed for their kernel once, when the engine starts: after vLLM's reload they lie
-    there unpacked, and the kernel reads them as if they were not."""
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        experts: Any = getattr(kernel, "fused_experts", None)
-        if type(experts).__module__.endswith(".cpu_moe") and hasattr(module, "w13_weight"):
-            experts.process_weights_after_loading(module)

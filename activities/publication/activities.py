@@ -7,6 +7,7 @@ afterwards.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,19 +18,32 @@ from sqlmodel import col, select, update
 from temporalio import activity
 
 from activities.publication.export import canary, export_folder, known_vocabulary
-from activities.publication.manifest import Manifest, objects_prefix, upload_folder, weights_key, write_manifest
+from activities.publication.manifest import (
+    WEIGHTS_FILE,
+    Manifest,
+    listed_folder,
+    objects_prefix,
+    read_manifest,
+    weights_key,
+    write_manifest,
+)
+from activities.publication.offers import FOLDER, Offers
 from activities.publication.retention import remove_old
+from activities.publication.sending import Sending, builds_on, new_bytes, room, version_before
 from activities.training.engine import Trainer
 from activities.training.ledger import PUBLISHED, TRAINED
 from activities.training.service import TrainerService
 from activities.training.transit import transit_folder
 from activities.training.work import Work
 from storage.database import session
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, sha256_file
 from storage.tables import Batch, PolicyVersion, Publication
 from workflows.config import RunConfig
-from workflows.contracts import PublishInput, PublishOutput
+from workflows.contracts import PublishInput, PublishOutput, WeightChannel
+from workflows.errors import TrainerError
 
+KEPT_OFFERS = 2
+"""The version that engines serve and the one that they are brought to."""
 Lap = Callable[[str], None]
 
 
@@ -39,6 +53,7 @@ class PublicationActivities:
         self._store = store
         self._database = database
         self._spool = spool
+        self._offers = Offers(spool / FOLDER)
 
     @activity.defn(name="publish")
     async def publish(self, message: PublishInput) -> PublishOutput:
@@ -51,8 +66,12 @@ class PublicationActivities:
             row = opened.get(Publication, (message.run, message.version))
         if row is None:
             row = self._write(message, config, work)
+        elif config.weight_channel is not WeightChannel.S3:
+            self._offer_again(row, message, config, work)
+        bases = int(config.publication.full_every > 1)
+        self._offers.keep_last(bases if config.weight_channel is WeightChannel.S3 else KEPT_OFFERS)
         work.check("removing old versions")
-        remove_old(self._store, self._database, run=message.run, keep_last=config.publication.keep_last)
+        remove_old(self._store, self._database, run=message.run, config=config)
         return PublishOutput(
             version=row.version, manifest=row.manifest, digest=row.digest, bytes=row.bytes, seconds=row.seconds
         )
@@ -67,7 +86,7 @@ class PublicationActivities:
 
         trainer = self._service.at(message.checkpoint, config, work)
         lap("load")
-        manifest = self._upload(trainer, message, config, work, lap)
+        manifest, size = self._upload(trainer, message, config, work, lap)
         key = weights_key(message.run, message.version)
         write_manifest(self._store, key, manifest)
         lap("manifest")
@@ -77,33 +96,76 @@ class PublicationActivities:
             version=message.version,
             manifest=key,
             digest=manifest.digest,
-            bytes=manifest.total_bytes,
+            bytes=size,
             seconds=seconds,
             published_at=time.time(),
         )
         self._record(row, message)
         return row
 
-    def _upload(self, trainer: Trainer, message: PublishInput, config: RunConfig, work: Work, lap: Lap) -> Manifest:
-        """Export, check and send everything but the manifest."""
-        with transit_folder(self._spool, trainer.parameters * trainer.dtype.itemsize) as folder:
-            export_folder(trainer, folder)
+    def _upload(
+        self, trainer: Trainer, message: PublishInput, config: RunConfig, work: Work, lap: Lap
+    ) -> tuple[Manifest, int]:
+        """Export, check and send everything but the manifest, which is returned, and the bytes that are new in it."""
+        rules, run = config.publication, message.run
+        stored = rules.stores(message.version, config.weight_channel)
+        before = version_before(self._database, self._store, run=run, version=message.version)
+        with transit_folder(self._spool, room(trainer, compact=stored and rules.full_every > 1)) as folder:
+            sending = Sending(
+                self._store,
+                folder / "version",
+                folder / "delta",
+                objects_prefix(run) if stored else "",
+                work.moved,
+                math.ceil(rules.max_mbytes_per_s * 1e6),
+            )
+            export_folder(trainer, sending.folder)
+            files = listed_folder(sending.folder, sending.prefix)
             lap("export")
-            work.check(f"uploading version {message.version}")
-            files = upload_folder(self._store, objects_prefix(message.run), folder, progress=work.moved)
+            if stored:
+                if before and rules.full_every > 1:
+                    work.check(f"comparing version {message.version} with the one before")
+                    files = sending.compacted(files, trainer.tensors, before, self._offers, rules.full_every)
+                    lap("delta")
+                work.check(f"uploading version {message.version}")
+                sending.send(files)
             lap("upload")
+            if config.weight_channel is not WeightChannel.S3 or rules.full_every > 1:
+                self._offer(sending.folder, next(file.sha256 for file in files if file.name == WEIGHTS_FILE))
+                lap("offer")
         probe = canary(trainer, seed=config.seed, vocabulary=known_vocabulary(trainer))
         lap("canary")
-        return Manifest(
+        manifest = Manifest(
             kind="weights",
             run=message.run,
             version=message.version,
             step=message.step,
             world_size=trainer.world_size,
+            channel=config.weight_channel,
             files=files,
             tensors=trainer.tensors,
             canary=probe,
+            builds_on=builds_on(files, before),
+            max_mbytes_per_s=rules.max_mbytes_per_s,
         )
+        return manifest, new_bytes(manifest, before)
+
+    def _offer(self, folder: Path, digest: str) -> None:
+        self._offers.put(folder / WEIGHTS_FILE, digest)
+        self._offers.keep_last(KEPT_OFFERS)
+
+    def _offer_again(self, row: Publication, message: PublishInput, config: RunConfig, work: Work) -> None:
+        """Offer a published version where this machine does not, as it is another one or has lost its disk."""
+        manifest = read_manifest(self._store, row.manifest)
+        digest = manifest.weights_file.sha256
+        if self._offers.path(digest).is_file():
+            return
+        trainer = self._service.at(message.checkpoint, config, work)
+        with transit_folder(self._spool, trainer.parameters * trainer.dtype.itemsize) as folder:
+            export_folder(trainer, folder)
+            if sha256_file(folder / WEIGHTS_FILE) != digest:
+                raise TrainerError(f"{message.checkpoint} gives other weights than were published as {row.version}")
+            self._offer(folder, digest)
 
     def _record(self, row: Publication, message: PublishInput) -> None:
         """The version's rows, idempotent: the primary keys decide, a repetition writes the same."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from activities.publication.manifest import Canary, TensorInfo
+from activities.publication.manifest import WEIGHTS_FILE, Canary, TensorInfo
 from activities.training.adapter import FOLDER, save_adapter
 from activities.training.batch import MicroBatch
 from activities.training.engine import Trainer
@@ -24,7 +24,6 @@ from workflows.contracts import derive_seed
 from workflows.errors import TrainerError
 
 CANARY_TOKENS = 48
-WEIGHTS_FILE = "model.safetensors"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 LEFT_OUT = ("*.safetensors.index.json", "*.bin.index.json", "trainer_state.json")
 

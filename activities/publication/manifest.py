@@ -14,16 +14,40 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from storage.objects import ObjectStore, sha256_file
-from workflows.contracts import Message
+from workflows.contracts import Message, WeightChannel
 from workflows.errors import StorageError
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+class Delta(Message):
+    """An object that makes a file from another of the same size, as activities/publication/delta.py describes it."""
+
+    key: str
+    bytes: int
+    sha256: str
+    base_sha256: str
+    """Of the file that it is applied to."""
+    base_digest: str
+    """`Manifest.digest` of the version that has that file, under the same name."""
 
 
 class ManifestFile(Message):
     name: str
     """Relative path below the checkpoint's folder, e.g. `model.safetensors`."""
     key: str
+    """Object with the file; where it comes by `deltas`, with the file that the first of them is applied to."""
     bytes: int
     sha256: str
+    """Of the file, however it comes."""
+    deltas: list[Delta] = Field(default_factory=list)
+    """The way from that object to the file, each applied to what the one before made."""
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """Key -> bytes of all that the store must have of it."""
+        stored = {self.key: self.bytes} if self.key else {}
+        return stored | {delta.key: delta.bytes for delta in self.deltas}
 
 
 class TensorInfo(Message):
@@ -52,6 +76,12 @@ class Manifest(Message):
     files: list[ManifestFile]
     tensors: list[TensorInfo] = Field(default_factory=list)
     canary: Canary | None = None
+    channel: WeightChannel = WeightChannel.S3
+    """How the weights come to the engines. Files without a key are handed out by the trainer's machine alone."""
+    builds_on: str = ""
+    """Manifest key of the version whose weights the last delta is applied to; empty where the files are whole."""
+    max_mbytes_per_s: float = 0.0
+    """What a download may take of the network; 0: all there is."""
     base: str = ""
     """Manifest key of the saved state that `redo` begins with."""
     batches: list[str] = Field(default_factory=list)
@@ -64,8 +94,23 @@ class Manifest(Message):
         return hashlib.sha256(lines.encode()).hexdigest()
 
     @property
+    def stored(self) -> bool:
+        """Whether the object store has every file."""
+        return all(file.key for file in self.files)
+
+    @property
+    def weights_file(self) -> ManifestFile:
+        return next(file for file in self.files if file.name == WEIGHTS_FILE)
+
+    @property
     def total_bytes(self) -> int:
+        """Of the files, whole."""
         return sum(file.bytes for file in self.files)
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """Key -> bytes of all objects without which its files can't be had."""
+        return {key: size for file in self.files for key, size in file.objects.items()}
 
 
 def weights_key(run: str, version: int) -> str:
@@ -82,27 +127,41 @@ def objects_prefix(run: str) -> str:
     return f"runs/{run}/objects"
 
 
+def listed_folder(folder: Path, prefix: str = "") -> list[ManifestFile]:
+    """Every file below `folder`, named by content under `prefix`; without one, the object store has none of them."""
+    files = []
+    for path in sorted(item for item in folder.rglob("*") if item.is_file()):
+        digest, name = sha256_file(path), str(path.relative_to(folder))
+        key = f"{prefix}/{digest}" if prefix else ""
+        files.append(ManifestFile(name=name, key=key, bytes=path.stat().st_size, sha256=digest))
+    return files
+
+
 def upload_folder(
     store: ObjectStore, prefix: str, folder: Path, *, progress: Callable[[int], None]
 ) -> list[ManifestFile]:
-    """Upload every file below `folder` under `prefix`, named by content. An object that is there with the right size
-    is not sent again; `progress` gets the bytes of each piece."""
-    files = []
-    for path in sorted(item for item in folder.rglob("*") if item.is_file()):
-        digest, size = sha256_file(path), path.stat().st_size
-        key = f"{prefix}/{digest}"
-        if (key, size) not in set(store.keys(key)):
-            store.put_file(key, path, progress=progress)
-        files.append(ManifestFile(name=str(path.relative_to(folder)), key=key, bytes=size, sha256=digest))
+    """Upload every file below `folder` under `prefix`, named by content; `progress` gets the bytes of each piece."""
+    files = listed_folder(folder, prefix)
+    for file in files:
+        upload_once(store, file.key, folder / file.name, progress=progress)
     return files
+
+
+def upload_once(
+    store: ObjectStore, key: str, path: Path, *, progress: Callable[[int], None], max_bytes_per_s: int = 0
+) -> None:
+    """Upload a file under the name of its content. An object that is there in its size is not sent again."""
+    if (key, path.stat().st_size) not in set(store.keys(key)):
+        store.put_file(key, path, progress=progress, max_bytes_per_s=max_bytes_per_s)
 
 
 def write_manifest(store: ObjectStore, key: str, manifest: Manifest) -> None:
     """The last write of a publication: every object it names is there in its size, and it reads back as written.
     Raises StorageError (retryable) otherwise."""
     for file in manifest.files:
-        if (file.key, file.bytes) not in set(store.keys(file.key)):
-            raise StorageError(f"{key}: {file.name} is not in the store as {file.key} with {file.bytes} bytes")
+        for name, size in file.objects.items():
+            if (name, size) not in set(store.keys(name)):
+                raise StorageError(f"{key}: {file.name} is not in the store as {name} with {size} bytes")
     data = manifest.model_dump_json().encode()
     store.put(key, data)
     if store.get(key) != data:
@@ -122,15 +181,30 @@ def with_bases(store: ObjectStore, keys: set[str]) -> set[str]:
     return keys | {base for key in keys if "/state/" in key and (base := read_manifest(store, key).base)}
 
 
-def download_files(store: ObjectStore, manifest: Manifest, folder: Path, *, progress: Callable[[int], None]) -> None:
-    """Bring `folder` to the manifest's files; files that are there and verify are kept. Raises StorageError (retryable)
-    when a download does not verify."""
+def download_files(
+    store: ObjectStore,
+    manifest: Manifest,
+    folder: Path,
+    *,
+    progress: Callable[[int], None],
+    max_bytes_per_s: int = 0,
+) -> int:
+    """Bring `folder` to the manifest's files, which are whole objects; those that are there and verify are kept. The
+    bytes that were moved. Raises StorageError (retryable) when a download does not verify."""
+    moved = 0
     for file in manifest.files:
         path = folder / file.name
-        if path.exists() and path.stat().st_size == file.bytes and sha256_file(path) == file.sha256:
+        if verifies(path, file):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(file.key, path, progress=progress)
+        store.get_file(file.key, path, progress=progress, max_bytes_per_s=max_bytes_per_s)
+        moved += file.bytes
         if sha256_file(path) != file.sha256:
             path.unlink()
             raise StorageError(f"{file.key}: sha256 differs from the manifest")
+    return moved
+
+
+def verifies(path: Path, file: ManifestFile) -> bool:
+    """Whether the file is there, whole."""
+    return path.is_file() and path.stat().st_size == file.bytes and sha256_file(path) == file.sha256

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors.numpy import load_file
 
 from activities.generation.engine import EngineClient
 from workflows.contracts import EngineInfo
@@ -28,6 +29,15 @@ class FakeEngine:
         self.names = ["policy"]
         self.weights = 0
         self.paused = False
+        self.asleep = False
+        self.pauses: list[tuple[str, str]] = []
+        """(mode, clear_cache) of each pause."""
+        self.staged: dict[str, Any] | None = None
+        """What was asked to be staged last; it is exchanged where its source is a file."""
+        self.staging_fails = ""
+        self.running = 0
+        self.held: asyncio.Event | None = None
+        """Generations wait for it."""
         self.down = False
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -64,7 +74,7 @@ class FakeEngine:
         body = json.loads(request.content) if request.content else {}
         if path == "/inference/v1/generate":
             self.headers.append(dict(request.headers))
-        return httpx.Response(200, json=await self._answer(path, body))
+        return httpx.Response(200, json=await self._answer(path, body | dict(request.url.params)))
 
     async def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         match path:
@@ -75,9 +85,30 @@ class FakeEngine:
             case "/v1/models":
                 return {"data": [{"id": name} for name in self.names]}
             case "/pause":
+                self.pauses.append((body["mode"], body["clear_cache"]))
                 self.paused = True
-                if not self.keep_cache:
+                while body["mode"] == "wait" and self.running:
+                    await asyncio.sleep(0.01)
+                if not self.keep_cache and body["clear_cache"] == "true":
                     self.cache.clear()
+            case "/start_weight_update":
+                self.staged = None
+            case "/update_weights":
+                self.staged = body["update_info"]
+            case "/finish_weight_update":
+                assert self.paused and self.staged, "an exchange under running requests, or of nothing"
+                self.on_reload()
+                self.weights = int(load_file(self.staged["source"].removeprefix("file:"))["embed"][0, 0])
+            case "/sleep":
+                self.asleep = True
+            case "/wake_up":
+                self.asleep = False
+            case "/is_sleeping":
+                return {"is_sleeping": self.asleep}
+            case "/collective_rpc" if body["method"] == "ratchet_forget":
+                return {"results": [{}]}
+            case "/collective_rpc" if body["method"] == "ratchet_staged":
+                return {"results": [{"ready": not self.staging_fails, "failed": self.staging_fails}]}
             case "/resume":
                 self.paused = False
             case "/collective_rpc" if body["method"] == "ratchet_reload":
@@ -99,8 +130,14 @@ class FakeEngine:
         self.requests.append(body)
         while self.paused:
             await asyncio.sleep(0.01)
-        self.on_generate()
-        await asyncio.sleep(self.delay_s)
+        self.running += 1
+        try:
+            self.on_generate()
+            await asyncio.sleep(self.delay_s)
+            if self.held is not None:
+                await self.held.wait()
+        finally:
+            self.running -= 1
         prompt, sampling = body["token_ids"], body["sampling_params"]
         ids = [65 + (len(prompt) + index) % 26 for index in range(sampling["max_tokens"])]
         salt = body.get("cache_salt")

@@ -83,9 +83,12 @@ async def test_an_answer_that_takes_too_long_is_final_if_the_engine_works(label:
         server.die()
 
 
-async def test_an_aborted_answer_is_no_answer() -> None:
+async def test_an_answer_that_was_cut_has_no_end_and_one_without_a_token_is_none() -> None:
     engine = FakeEngine()
     engine.answer = lambda _: choice([7], ("r:1", 0, 1), finish="abort")
+    cut = await engine.client().generate([1], **ASKED)
+    assert (cut.token_ids, cut.finish_reason) == ([7], None)
+    engine.answer = lambda _: choice([], finish="abort")
     with pytest.raises(EngineError, match="'abort'"):
         await engine.client().generate([1], **ASKED)
 

@@ -33,7 +33,13 @@ class Server:
 
 @asynccontextmanager
 async def started(
-    home: Path, model: Path, *, context_length: int, save: Callable[..., object] = save_policy, dtype: str = "auto"
+    home: Path,
+    model: Path,
+    *,
+    context_length: int,
+    save: Callable[..., object] = save_policy,
+    dtype: str = "auto",
+    name: str = "local-e0",
 ) -> AsyncIterator[Server]:
     """`home` is an empty state folder, `model` where `save` makes the policy."""
     save(model, seed=0)
@@ -42,15 +48,15 @@ async def started(
         port = probe.getsockname()[1]
     (home / "logs").mkdir()
     environment = os.environ | {"RATCHET_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    with (home / "logs" / "local-e0.log").open("wb") as log:
+    with (home / "logs" / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "workers.engine", "--name", "local-e0", "--port", str(port)],
+            [sys.executable, "-m", "workers.engine", "--name", name, "--port", str(port)],
             env=environment,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    client = EngineClient(EngineInfo(name="local-e0", host="local", url=f"http://127.0.0.1:{port}"))
+    client = EngineClient(EngineInfo(name=name, host="local", url=f"http://127.0.0.1:{port}"))
     began = time.monotonic()
     try:
         spec = EngineSpec.of(str(model), context_length=context_length, dtype=dtype)

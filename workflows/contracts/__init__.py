@@ -66,6 +66,7 @@ from workflows.contracts.training import (
     LeaseEnginesOutput,
     PublishInput,
     PublishOutput,
+    RestInput,
     ScoreInput,
     ScoreOutput,
     ServeInput,
@@ -76,6 +77,7 @@ from workflows.contracts.training import (
     UpdateOutput,
 )
 from workflows.contracts.words import (
+    CLOSING,
     VALID,
     ActionKind,
     Baseline,
@@ -83,6 +85,8 @@ from workflows.contracts.words import (
     EpisodeKind,
     FailureType,
     FinishReason,
+    InFlight,
+    KvPlan,
     Loss,
     OnStale,
     Outcome,
@@ -92,6 +96,7 @@ from workflows.contracts.words import (
     ShortGroup,
     Split,
     StopReason,
+    WeightChannel,
     derive_seed,
     engine_queue,
     parse_policy_label,
@@ -99,6 +104,7 @@ from workflows.contracts.words import (
 )
 
 __all__ = [
+    "CLOSING",
     "MOST_ERRORS",
     "UNKNOWN_EXPERT",
     "VALID",
@@ -130,8 +136,10 @@ __all__ = [
     "GenerateOutput",
     "GroupInput",
     "GroupResult",
+    "InFlight",
     "JanitorInput",
     "JournalEntry",
+    "KvPlan",
     "LeaseEnginesInput",
     "LeaseEnginesOutput",
     "Loss",
@@ -154,6 +162,7 @@ __all__ = [
     "ReplayOutput",
     "ReserveBatchInput",
     "ReserveBatchOutput",
+    "RestInput",
     "RolloutLimits",
     "RunProgress",
     "RunState",
@@ -181,6 +190,7 @@ __all__ = [
     "UpdateOutput",
     "VerifyInput",
     "VerifyOutput",
+    "WeightChannel",
     "derive_seed",
     "engine_queue",
     "parse_policy_label",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from workflows.contracts.base import Message, TaskRef
-from workflows.contracts.words import EpisodeKind, Outcome, ShortGroup, StopReason
+from workflows.contracts.words import EpisodeKind, KvPlan, Outcome, ShortGroup, StopReason
 
 
 class RolloutLimits(Message):
@@ -25,6 +25,8 @@ class RolloutLimits(Message):
     failure_reward: float = 0.0
     replay_on_loss: bool = False
     """Whether a lost sandbox's journal is replayed into a fresh one, instead of giving the attempt up."""
+    kv: KvPlan = KvPlan.DROP
+    """What requests may find in an engine's cache of earlier weights."""
 
 
 class EpisodeInput(Message):

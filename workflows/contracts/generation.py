@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from workflows.contracts.base import Message, TaskRef, Timing
-from workflows.contracts.words import ActionKind, FinishReason
+from workflows.contracts.words import ActionKind, FinishReason, KvPlan
 
 
 class Sampling(Message):
@@ -46,6 +46,7 @@ class GenerateInput(Message):
     """Lower goes first, wherever requests wait."""
     started_at: float = 0.0
     """When the attempt began, seconds since the epoch: where requests wait, the turns of older attempts go first."""
+    kv: KvPlan = KvPlan.DROP
     timeout_s: float = Field(600.0, gt=0)
     """Seconds that an engine may take for the answer; waiting until one has room is not part of them."""
 

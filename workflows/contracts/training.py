@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workflows.contracts.base import Message, Timing
+from workflows.contracts.words import InFlight, KvPlan
 
 
 class EngineInfo(Message):
@@ -113,6 +114,15 @@ class ApplyInput(Message):
     engine: EngineInfo
     version: int
     manifest: str
+    in_flight: InFlight = InFlight.KEEP
+    kv: KvPlan = KvPlan.DROP
+
+
+class RestInput(Message):
+    """Have an engine give its device to the trainer; the next `apply` wakes it."""
+
+    run: str
+    engine: EngineInfo
 
 
 class ApplyOutput(Message):
@@ -120,7 +130,9 @@ class ApplyOutput(Message):
     version: int
     proven: bool
     pause_s: float
+    """How long the engine made no token."""
     seconds: dict[str, float] = {}
+    """`download`, `drain` (the end of what was in flight), `load`, `prove`."""
     cached_tokens_after: int = 0
     canary_max_abs: float = 0.0
     why: str = ""

@@ -166,6 +166,39 @@ class OnStale(StrEnum):
     """It counts max_divergence / divergence."""
 
 
+class WeightChannel(StrEnum):
+    """How new weights come from the trainer to the engines."""
+
+    S3 = "s3"
+    """Through the object store, from which engines load files."""
+    DIRECT = "direct"
+    """From the trainer's machine over a connection, into the engine's memory."""
+    COLOCATED = "colocated"
+    """Trainer and engines share one machine, and take turns with it: the engine maps what the trainer wrote."""
+
+
+class InFlight(StrEnum):
+    """What becomes of the requests that an engine works on when new weights come."""
+
+    FINISH = "finish"
+    """They end under the old weights; the load waits for them, and nothing new begins on the engine."""
+    ABORT_CONTINUE = "abort_continue"
+    """They are cut: their tokens are kept, and the rest is made under new weights from a fresh cache."""
+    KEEP = "keep"
+    """They are frozen and go on; what is in the cache of them is up to KvPlan."""
+
+
+class KvPlan(StrEnum):
+    """What becomes of an engine's cache when new weights come."""
+
+    DROP = "drop"
+    """It is emptied; frozen requests are put in again under the new weights."""
+    KEEP = "keep"
+    """It stays and is used on, though other weights filled it: cheapest, and no token is quite the new policy's."""
+    SALT = "salt"
+    """It stays for the frozen requests; new ones never find what other weights filled."""
+
+
 class Split(StrEnum):
     TRAIN = "train"
     HELD_OUT = "held_out"
@@ -199,16 +232,21 @@ class ShortGroup(StrEnum):
     """It trains if at least two are valid and they have different rewards."""
 
 
-def policy_label(run: str, version: int, *, proven: bool = True) -> str:
-    """The weight version string an engine carries: `<run>:<version>`, with `?` until the load is proven."""
-    return f"{run}:{version}" + ("" if proven else "?")
+CLOSING = "~"
+UNPROVEN = "?"
+
+
+def policy_label(run: str, version: int, *, proven: bool = True, closing: bool = False) -> str:
+    """The weight version string an engine carries: `<run>:<version>`, with `?` until the load is proven, with `~` while
+    it ends what it has begun before the next load."""
+    return f"{run}:{version}" + ("" if proven else UNPROVEN) + (CLOSING if proven and closing else "")
 
 
 def parse_policy_label(label: str) -> tuple[str, int, bool] | None:
     """(run, version, proven) of an engine's weight version string, None for one that is not ours."""
-    run, _, version = label.rpartition(":")
-    digits = version.removesuffix("?")
-    return (run, int(digits), not version.endswith("?")) if run and digits.isdecimal() else None
+    run, _, version = label.removesuffix(CLOSING).rpartition(":")
+    digits = version.removesuffix(UNPROVEN)
+    return (run, int(digits), not version.endswith(UNPROVEN)) if run and digits.isdecimal() else None
 
 
 def derive_seed(seed: int, *parts: str | int) -> int:

@@ -1,0 +1,221 @@
+"""Two real engines under load take new weights: every channel, every plan for what is in flight, every token's version.
+
+The oracle is the reference model of each version, which says for every sampled token what it must have cost under the
+weights that are said to have made it, given what the plan leaves in the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+from temporalio.testing import ActivityEnvironment
+
+from activities.generation.activities import GenerationActivities
+from activities.generation.loader import EngineLoader, OfferSource
+from activities.generation.placement import order
+from activities.generation.routing import EnginePool
+from activities.generation.weights import WeightsCache
+from activities.publication.manifest import Canary, listed_folder, read_manifest, write_manifest
+from activities.publication.offers import Offers, OfferServer
+from storage.objects import ObjectStore
+from tests.generation.policies import save_policy
+from tests.generation.test_generate import OneTask, message
+from tests.generation.test_vllm import PROBE, logprobs
+from tests.generation.vllm_server import Server, started
+from tests.generation.worlds import Publisher
+from workflows.contracts import ApplyInput, GenerateOutput, InFlight, KvPlan, Sampling, Segment, WeightChannel
+
+pytestmark = pytest.mark.engine
+CONTEXT = 512
+EPISODES = 6
+PLANS = [
+    *itertools.product(WeightChannel, InFlight, [KvPlan.DROP]),
+    (WeightChannel.DIRECT, InFlight.KEEP, KvPlan.SALT),
+    (WeightChannel.DIRECT, InFlight.KEEP, KvPlan.KEEP),
+    (WeightChannel.S3, InFlight.ABORT_CONTINUE, KvPlan.SALT),
+]
+
+
+@pytest.fixture(scope="module")
+async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Server]]:
+    async with AsyncExitStack() as stack:
+        starting = [
+            stack.enter_async_context(
+                started(
+                    tmp_path_factory.mktemp("home"),
+                    tmp_path_factory.mktemp("model") / "base",
+                    context_length=CONTEXT,
+                    name=f"local-e{index}",
+                )
+            )
+            for index in range(2)
+        ]
+        yield list(await asyncio.gather(*starting))
+
+
+@dataclass
+class World:
+    servers: list[Server]
+    loaders: list[EngineLoader]
+    publisher: Publisher
+    offers: Offers
+    activities: GenerationActivities
+    store: ObjectStore
+    models: list[Any] = field(default_factory=list)
+
+    def publish(self, channel: WeightChannel) -> str:
+        """Key of the manifest of the next version, a random model of its own."""
+        version, run = len(self.models), self.publisher.run
+        folder = self.publisher.folder / f"{run}-{version}"
+        self.models.append(save_policy(folder, seed=version + 1))
+        key = self.publisher.upload(folder, version, Canary(token_ids=PROBE, logprobs=logprobs(self.models[-1], PROBE)))
+        if channel is WeightChannel.S3:
+            return key
+        manifest = read_manifest(self.store, key)
+        manifest = manifest.model_copy(update={"channel": channel, "files": listed_folder(folder)})
+        self.offers.put(folder / "model.safetensors", manifest.weights_file.sha256)
+        write_manifest(self.store, key, manifest)
+        return key
+
+    async def load(self, key: str, in_flight: InFlight, kv: KvPlan) -> None:
+        outs = await asyncio.gather(
+            *(
+                loader.apply(
+                    ApplyInput(
+                        run=self.publisher.run,
+                        engine=loader.client.info,
+                        version=len(self.models) - 1,
+                        manifest=key,
+                        in_flight=in_flight,
+                        kv=kv,
+                    )
+                )
+                for loader in self.loaders
+            )
+        )
+        assert [out.why for out in outs] == ["", ""]
+        assert all(out.pause_s > 0 for out in outs)
+        if kv is KvPlan.DROP:
+            assert [out.cached_tokens_after for out in outs] == [0, 0]
+
+    async def generate(self, number: int, kv: KvPlan) -> GenerateOutput:
+        asked = message(
+            self.servers[0].model,
+            run=self.publisher.run,
+            attempt_id=f"{self.publisher.run}/g{number}/e0/a0",
+            session=f"{self.publisher.run}/g{number}/e0/a0",
+            seed=number,
+            sampling=Sampling(temperature=1.0, max_tokens=150, context_length=CONTEXT),
+            kv=kv,
+        )
+        task = asked.task.model_copy(update={"task_id": at_home_on(self.servers[number % 2].client.info.name)})
+        out: GenerateOutput = await ActivityEnvironment().run(
+            self.activities.generate, asked.model_copy(update={"task": task})
+        )
+        return out
+
+
+@pytest.fixture
+async def world(
+    servers: list[Server], object_store: ObjectStore, database: Engine, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[World]:
+    run = f"run-{PLANS.index(tuple(request.node.callspec.params.values()))}"
+    offers = Offers(tmp_path / "offers")
+    address = f"unix:{tmp_path / 's'}"
+    loaders = [
+        EngineLoader(
+            server.client,
+            object_store,
+            WeightsCache(object_store, server.home / "weights"),
+            database,
+            server.home,
+            OfferSource(address, offers.folder),
+            hold_s=0.2,
+        )
+        for server in servers
+    ]
+    infos = [server.client.info for server in servers]
+    with OfferServer(address, offers):
+        async with EnginePool(infos) as pool:
+            activities = GenerationActivities(pool, object_store, lambda _: OneTask())
+            yield World(
+                servers, loaders, Publisher(object_store, tmp_path / "p", run=run), offers, activities, object_store
+            )
+    for server in servers:
+        shutil.rmtree(server.home / "weights", ignore_errors=True)
+
+
+@pytest.mark.parametrize(("channel", "in_flight", "kv"), PLANS)
+async def test_the_version_of_every_token_over_a_load_is_that_of_the_weights_that_made_it(
+    world: World, channel: WeightChannel, in_flight: InFlight, kv: KvPlan
+) -> None:
+    await world.load(world.publish(channel), in_flight, kv)
+    key = world.publish(channel)
+    loaded, outs = asyncio.Event(), list[GenerateOutput]()
+
+    async def play(number: int) -> None:
+        """One answer after the other, so that there is always one in flight."""
+        while not loaded.is_set():
+            outs.append(await world.generate(number, kv))
+            number += EPISODES
+
+    players = [asyncio.create_task(play(number)) for number in range(EPISODES)]
+    while len(outs) < EPISODES:
+        await asyncio.sleep(0.01)
+    await world.load(key, in_flight, kv)
+    loaded.set()
+    await asyncio.gather(*players)
+    segments = [Segment.model_validate_json(world.store.get(out.segment or "")) for out in outs]
+    assert len({segment.engine for segment in segments}) == 2, "both engines were under load"
+    judged = spanning = 0
+    for segment in segments:
+        prompt = segment.loss_mask.index(1)
+        versions = segment.versions[prompt:]
+        assert versions == sorted(versions) and set(versions) <= {0, 1}
+        if len(set(versions)) == 1 and judged > 2 * EPISODES:
+            continue
+        judged, spanning = judged + 1, spanning + len(set(versions)) - 1
+        expected = oracle(world.models, segment.token_ids, prompt, versions, stale=stale(in_flight, kv))
+        assert segment.logprobs[prompt:] == pytest.approx(expected, abs=2e-4)
+    if in_flight is InFlight.FINISH:
+        assert spanning == 0, "what was in flight ended under the old weights"
+    else:
+        assert spanning > 0, "no request went over the load"
+
+
+def at_home_on(engine: str) -> str:
+    """Id of a task whose prompt prefers this engine."""
+    names = ["local-e0", "local-e1"]
+    return next(f"t{n}" for n in itertools.count() if order(f"one/train/t{n}", names)[0] == engine)
+
+
+def stale(in_flight: InFlight, kv: KvPlan) -> bool:
+    """Whether requests go on with what the old weights left in the cache of them."""
+    return in_flight is InFlight.KEEP and kv is not KvPlan.DROP
+
+
+def oracle(models: list[Any], ids: list[int], prompt: int, versions: list[int], *, stale: bool) -> list[float]:
+    """Log-probability of each sampled token under the weights of its version. `stale`: what was put in under the old
+    weights stays as it was; otherwise each version sees all of the sequence."""
+    import torch
+
+    whole = [logprobs(model, ids)[prompt:] for model in models]
+    if not stale or len(set(versions)) == 1:
+        return [whole[version][index] for index, version in enumerate(versions)]
+    # The last token of the old weights was sampled and not put in.
+    switch = prompt + versions.index(1) - 1
+    with torch.no_grad():
+        old = models[0](torch.tensor([ids[:switch]]), use_cache=True)
+        new = models[1](torch.tensor([ids[switch:]]), past_key_values=old.past_key_values, use_cache=True)
+        scores = torch.log_softmax(new.logits[0].float(), dim=-1)
+    later = scores[:-1].gather(1, torch.tensor(ids[switch + 1 :])[:, None])[:, 0].tolist()
+    return whole[0][: versions.index(1)] + later
