@@ -166,10 +166,9 @@ async def test_an_engines_full_disk_is_noticed_before_the_write_with_the_numbers
 def test_manifests_that_were_written_before_deltas_are_read(object_store: ObjectStore, tmp_path: Path) -> None:
     file = {"name": "a", "key": "before/a", "bytes": 5, "sha256": hashlib.sha256(b"12345").hexdigest()}
     written = {"kind": "weights", "run": "r", "version": 0, "step": 0, "world_size": 1, "files": [file], "tensors": []}
+    written |= {"canary": None, "base": "", "batches": []}
     object_store.put("before/a", b"12345")
-    object_store.put(
-        "before/manifest.json", json.dumps({**written, "canary": None, "base": "", "batches": []}).encode()
-    )
+    object_store.put("before/manifest.json", json.dumps(written).encode())
     manifest = read_manifest(object_store, "before/manifest.json")
     assert (manifest.objects, manifest.builds_on, manifest.max_mbytes_per_s) == ({"before/a": 5}, "", 0.0)
     assert fetch_version(object_store, manifest, tmp_path / "a", {}) == 5

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from activities.publication import fetching
+from activities.publication.fetching import fetch_version
 from activities.publication.manifest import WEIGHTS_FILE, read_manifest, weights_key, write_manifest
 from storage.database import session
 from storage.objects import ObjectStore
-from storage.tables import Publication
+from storage.tables import EngineLoad, Publication
 from tests.publication.stub import SMALL, Host, Policy, Published, chain
+from tests.training.worlds import World, Worlds, assert_equal, weights_of
 from workflows.config import RunConfig, parse_run_config
 from workflows.errors import StorageError
 
@@ -33,6 +36,22 @@ async def test_ten_deltas_at_a_learning_rate_of_1e_6_are_small_and_exact(publish
     others = sum(file.bytes for file in manifests[0].files if file.name != WEIGHTS_FILE)
     assert moved[1:] == [file.deltas[-1].bytes + others for file in weights[1:]]
     assert await late.load(manifests[10]) == sum(manifests[10].objects.values()), "the full set, and each delta once"
+
+
+async def test_a_trainers_step_comes_as_a_delta_that_makes_its_weights(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = world(dtype="bfloat16", learning_rate=1e-6)
+    config = RunConfig.model_validate(run.config | {"publication": {"full_every": 3}}).model_dump(mode="json")
+    monkeypatch.setattr(World, "config", config)
+    await run.publish(0, (await run.start()).checkpoint)
+    with session(run.database) as opened:
+        opened.add(EngineLoad(run=run.run, version=0, engine="local-e0", proven=True, loaded_at=1.0))
+    run.reserve(1)
+    manifest = read_manifest(run.store, (await run.publish(1, (await run.update(1)).checkpoint)).manifest)
+    assert len(manifest.weights_file.deltas) == 1
+    fetch_version(run.store, manifest, tmp_path / "v1", {})
+    assert_equal(load_file(tmp_path / "v1" / WEIGHTS_FILE), weights_of(run))
 
 
 async def test_the_digest_is_the_contents_whatever_way_it_comes(published: Runs) -> None:

@@ -47,16 +47,18 @@ class Fleet:
         self.run.loaded(manifest.version, engine=host.name, at=float(now))
         self.serves[host.name] = manifest
 
-    async def restart_elsewhere(self) -> None:
-        """What an engine serves can be loaded on a machine that has nothing."""
-        for name, manifest in self.serves.items():
-            await Host(self.run, f"{name}-after-v{manifest.version}").load(manifest)
+    def served_is_there(self) -> bool:
+        """Whether what the engines serve could be loaded on machines that have nothing."""
+        there = self.run.objects().items() | dict(self.run.store.keys(f"runs/{self.run.run}/weights/")).items()
+        keys = {key for key, _ in there}
+        wanted = {weights_key(self.run.run, manifest.version) for manifest in self.serves.values()}
+        return wanted <= keys and all(manifest.objects.items() <= there for manifest in self.serves.values())
 
 
 @pytest.mark.parametrize(
     "rules",
-    [{}, {"full_every": 5}, {"keep_every": 10}, {"full_every": 5, "keep_every": 10}],
-    ids=["full", "deltas", "full, some for good", "deltas, some for good"],
+    [{}, {"keep_every": 10}, {"full_every": 5, "keep_every": 10}],
+    ids=["full", "full, some for good", "deltas, some for good"],
 )
 async def test_thirty_versions_never_hold_more_than_allowed_and_nothing_in_use_goes(
     published: Runs, monkeypatch: pytest.MonkeyPatch, rules: dict[str, int]
@@ -86,7 +88,7 @@ async def test_thirty_versions_never_hold_more_than_allowed_and_nothing_in_use_g
         assert run.held_bytes() <= allowed, version
         assert run.objects().keys() == run.needed(), "no object that nothing needs"
         await fleet.published(manifest)
-        await fleet.restart_elsewhere()
+        assert fleet.served_is_there(), version
     assert max(before_removal) <= allowed + full + SMALL_BYTES
     assert fleet.serves[fleet.slow.name].version < VERSIONS - 1
     if "keep_every" in rules:
@@ -95,6 +97,8 @@ async def test_thirty_versions_never_hold_more_than_allowed_and_nothing_in_use_g
             await Host(run, f"later-v{version}").load(read_manifest(run.store, weights_key(run.run, version)))
     else:
         assert len(run.versions()) <= pinned
+    for name, manifest in fleet.serves.items():
+        await Host(run, f"{name}-restarted").load(manifest)
 
 
 async def test_versions_stay_until_a_newer_one_is_proven(published: Runs) -> None:
