@@ -18,12 +18,16 @@ from temporalio import activity
 from activities.sandbox.channel import Operation, Result
 from activities.sandbox.commands import agent_operation, output_digest
 from activities.sandbox.container import SandboxSpec
+from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import SandboxGone, broken_by_agent
 from activities.sandbox.inquest import Inquest, Start
+from activities.sandbox.machines.grading import Answer
+from activities.sandbox.machines.machines import Machines
+from activities.sandbox.machines.verdict import MachineJudge
 from activities.sandbox.preparation import Preparation
 from activities.sandbox.text import render
-from activities.sandbox.verification import CHECK_S, Run, check_operation, describe, judge
+from activities.sandbox.verification import CHECK_S, Look, Run, Verdict, check_operation, describe, judge
 from tasksets.base import Task, Taskset
 from workflows.contracts import (
     AcquireInput,
@@ -52,7 +56,9 @@ class SandboxActivities:
         self._open_taskset = open_taskset
         self._host = host
         self._inquest = Inquest(backend)
-        self._preparation = Preparation(backend)
+        self._machines = Machines(backend)
+        self._preparation = Preparation(backend, self._machines)
+        self._judge = MachineJudge(backend, self._machines)
 
     @activity.defn(name="acquire")
     async def acquire(self, input: AcquireInput) -> AcquireOutput:
@@ -72,7 +78,7 @@ class SandboxActivities:
         }
         for lost in range(input.generation):
             await self._backend.close(self._backend.id_of(input.attempt_id, generation=lost))
-        sandbox = await self._backend.acquire(SandboxSpec(image=task.image), labels)
+        sandbox = await self._backend.acquire(await self._machines.spec(task), labels)
         try:
             forked = await self._preparation.prepare(task, sandbox)
         except SandboxError as error:
@@ -96,7 +102,11 @@ class SandboxActivities:
         queue_s, began = _queued(), time.monotonic()
         self._mine(input.lease)
         op = agent_operation(
-            input.op_id, input.command, timeout_s=input.step_timeout_s, max_output_chars=input.max_output_chars
+            input.op_id,
+            input.command,
+            timeout_s=input.step_timeout_s,
+            max_output_chars=input.max_output_chars,
+            person=self._machines.person(input.lease.sandbox_id),
         )
         before = self._inquest.begin()
         try:
@@ -138,9 +148,14 @@ class SandboxActivities:
         return ReplayOutput(differs_at=differs_at, why=why, timing=timing)
 
     async def _first_difference(self, input: ReplayInput) -> tuple[int | None, str]:
+        person = self._machines.person(input.lease.sandbox_id)
         for entry in input.entries:
             op = agent_operation(
-                entry.op_id, entry.command, timeout_s=entry.step_timeout_s, max_output_chars=input.max_output_chars
+                entry.op_id,
+                entry.command,
+                timeout_s=entry.step_timeout_s,
+                max_output_chars=input.max_output_chars,
+                person=person,
             )
             if why := await self._difference(input.lease.sandbox_id, op, entry):
                 return entry.turn, why
@@ -162,13 +177,41 @@ class SandboxActivities:
 
     @activity.defn(name="verify")
     async def verify(self, input: VerifyInput) -> VerifyOutput:
-        """Kill what the agent left running, then check. Raises SandboxError, VerifierError, VerifierBrokenByAnswer,
-        Undetermined."""
+        """What the answer is worth. Raises SandboxError, VerifierError, VerifierBrokenByAnswer, Undetermined."""
         queue_s, began = _queued(), time.monotonic()
         self._mine(input.lease)
         task = await self._task(input.task.taskset, input.task.task_id)
-        sandbox_id = input.lease.sandbox_id
         before = self._inquest.begin()
+        judge_it = self._judge_machine if task.machine is not None else self._judge_sandbox
+        verdict = await judge_it(task, input, before)
+        timing = Timing(queue_s=queue_s, run_s=time.monotonic() - began)
+        return VerifyOutput(
+            reward=verdict.reward,
+            passed=verdict.passed,
+            detail=verdict.detail,
+            tampered=verdict.tampered,
+            evidence=verdict.evidence,
+            timing=timing,
+        )
+
+    async def _judge_machine(self, task: Task, input: VerifyInput, before: Start) -> Verdict:
+        """What is killed is the whole machine; the check runs in another."""
+        lease = input.lease
+
+        def look_at(sandbox: Sandbox) -> Look:
+            theirs = lease.model_copy(update={"sandbox_id": sandbox.id, "container_id": sandbox.container_id})
+
+            async def look(op: Operation, result: Result) -> dict[str, str]:
+                return (await self._inquest.on_result(theirs, op, result, before)).evidence or {}
+
+            return look
+
+        labels = {"kind": "grader", "run": _run_of(lease.attempt_id), "attempt": lease.attempt_id, "task": task.id}
+        return await self._judge.judge(task, Answer(lease.sandbox_id, lease.image_id, labels), look_at)
+
+    async def _judge_sandbox(self, task: Task, input: VerifyInput, before: Start) -> Verdict:
+        """Kill what the agent left running, then check where it was."""
+        sandbox_id = input.lease.sandbox_id
 
         async def run(op: Operation) -> Result:
             async with self._outlived(input.lease, before):
@@ -181,12 +224,7 @@ class SandboxActivities:
             # A retry must not kill the check that its first try began.
             if await self._backend.ask(sandbox_id, check_operation(task, input.answer, 1).op_id, CHECK_S) is None:
                 await self._backend.kill_agent(sandbox_id)
-        verdict = await judge(task, input.answer, run, partial(self._fresh, task, input.lease), look)
-        timing = Timing(queue_s=queue_s, run_s=time.monotonic() - began)
-        reward = 1.0 if verdict.passed else 0.0
-        return VerifyOutput(
-            reward=reward, passed=verdict.passed, detail=verdict.detail, tampered=verdict.tampered, timing=timing
-        )
+        return await judge(task, input.answer, run, partial(self._fresh, task, input.lease), look)
 
     @activity.defn(name="release")
     async def release(self, input: ReleaseInput) -> None:

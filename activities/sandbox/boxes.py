@@ -60,6 +60,11 @@ class Boxes:
     def labels(self, sandbox_id: str) -> dict[str, str]:
         return read_labels(self.root / sandbox_id)
 
+    def add_labels(self, sandbox_id: str, labels: dict[str, str]) -> None:
+        """To those that it has."""
+        folder = self.root / sandbox_id
+        write_labels(folder, read_labels(folder) | labels)
+
     def container(self, sandbox_id: str) -> str:
         """The name of its container, whether that is there or not."""
         return self.labels(sandbox_id).get(CONTAINER, sandbox_id)

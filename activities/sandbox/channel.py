@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -38,8 +40,23 @@ AGENT_ENV = {
 TRUSTED_ENV = AGENT_ENV | {"PATH": f"{TOOLS}/bin:{AGENT_ENV['PATH']}", "HOME": "/root", "USER": "root"}
 
 
+MOST_BYTES = 4 << 20
+"""Of an answer or a journal's entry: some of those whom a sandbox belongs to could write more."""
+
+
 class ChannelLost(Exception):
     """The sandbox's end did not answer: it is gone, or stopped. Internal: the backend finds out which."""
+
+
+@dataclass(frozen=True)
+class Person:
+    """Who runs a command in a machine of its own, with what around."""
+
+    uid: int
+    gid: int
+    env: dict[str, str]
+    cwd: str
+    shell: str = "/bin/bash"
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,8 @@ class Operation:
     cwd: str = "/work"
     cap_bytes: int = 65536
     """Bytes of output that are kept: the first and the last half of it."""
+    person: Person | None = None
+    """Of a machine of its own, for all that is not trusted there; says who, where and in which shell."""
 
     @property
     def key(self) -> str:
@@ -62,10 +81,20 @@ class Operation:
 
     @property
     def uid(self) -> int:
-        return 0 if self.root else AGENT_UID
+        return self.person.uid if self.person else 0 if self.root else AGENT_UID
+
+    @property
+    def gid(self) -> int:
+        return self.person.gid if self.person else self.uid
+
+    @property
+    def folder(self) -> str:
+        return self.person.cwd if self.person else self.cwd
 
     @property
     def shell(self) -> str:
+        if self.person:
+            return self.person.shell
         return f"{TOOLS}/bin/sh" if self.root else "/bin/sh"
 
     @property
@@ -75,7 +104,8 @@ class Operation:
 
     @property
     def environment(self) -> list[str]:
-        values = (TRUSTED_ENV if self.root else AGENT_ENV) | self.env
+        around = self.person.env if self.person else TRUSTED_ENV if self.root else AGENT_ENV
+        values = around | self.env
         return [f"{name}={value}".replace("\0", "") for name, value in values.items()]
 
 
@@ -154,12 +184,21 @@ def parse_result(data: bytes, *, replayed: bool) -> Result:
 def journaled(box: Path, op_id: str) -> Result | None:
     """The result that the journal of a sandbox holds, also when the sandbox is gone. Raises SandboxError (final) for
     one that can't be read: results appear whole, so a retry would find the same."""
-    path = box / key_of(op_id)
-    data = path.read_bytes() if path.is_file() else b""
+    data = _read_entry(box / key_of(op_id))
     try:
         return parse_result(data, replayed=True) if data else None
     except ChannelLost as lost:
         raise SandboxError(f"the journal's result of {op_id}: {lost}", retryable=False) from lost
+
+
+def _read_entry(path: Path) -> bytes:
+    """Empty where there is none, and where there is something else than a file of a sensible size."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return file.read(MOST_BYTES)
+    return b""
 
 
 async def until_ready(channel: Channel, within_s: float) -> None:
@@ -182,9 +221,9 @@ class SocketChannel:
 
     async def run(self, op: Operation) -> Result:
         environment = b"".join(item.encode("utf-8", "replace") + b"\0" for item in op.environment)
-        payload = [op.shell.encode(), op.cwd.encode(), environment, op.text.encode("utf-8", "replace")]
+        payload = [op.shell.encode(), op.folder.encode(), environment, op.text.encode("utf-8", "replace")]
         sizes = " ".join(str(len(item)) for item in payload)
-        head = f"RUN {op.key} {op.uid} {op.uid} {round(op.timeout_s * 1000)} {op.cap_bytes} {sizes}\n"
+        head = f"RUN {op.key} {op.uid} {op.gid} {round(op.timeout_s * 1000)} {op.cap_bytes} {sizes}\n"
         reply = await self._call(head.encode() + b"".join(payload), op.timeout_s + KILL_S + SLACK_S)
         word, _, result = reply.partition(b"\n")
         if word not in (b"new", b"known"):
@@ -211,7 +250,7 @@ class SocketChannel:
                 reader, writer = await self._connect()
                 try:
                     writer.write(request)
-                    return await reader.read()
+                    return await _whole(reader)
                 finally:
                     writer.close()
         except TimeoutError as error:
@@ -226,3 +265,13 @@ class SocketChannel:
             return await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/s")
         finally:
             os.close(folder)
+
+
+async def _whole(reader: asyncio.StreamReader) -> bytes:
+    """Raises ChannelLost for an answer that sbxd would never give."""
+    found = b""
+    while chunk := await reader.read(1 << 16):
+        found += chunk
+        if len(found) > MOST_BYTES:
+            raise ChannelLost(f"an answer of more than {MOST_BYTES} bytes")
+    return found

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import hashlib
 
-from activities.sandbox.channel import Operation, Result
+from activities.sandbox.channel import Operation, Person, Result
 from activities.sandbox.text import cap_bytes
 
 
-def agent_operation(op_id: str, command: str, *, timeout_s: float, max_output_chars: int) -> Operation:
-    """The command under the key of its turn. A replay uses the same key, in another sandbox."""
-    return Operation(op_id=f"act-{op_id}", command=command, timeout_s=timeout_s, cap_bytes=cap_bytes(max_output_chars))
+def agent_operation(
+    op_id: str, command: str, *, timeout_s: float, max_output_chars: int, person: Person | None = None
+) -> Operation:
+    """The command under the key of its turn. A replay uses the same key, in another sandbox. `person` is the agent in
+    a machine of its own."""
+    return Operation(
+        op_id=f"act-{op_id}",
+        command=command,
+        timeout_s=timeout_s,
+        cap_bytes=cap_bytes(max_output_chars),
+        person=person,
+    )
 
 
 def output_digest(result: Result) -> str:

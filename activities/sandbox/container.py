@@ -1,7 +1,9 @@
 """What a sandbox's container may do and use: one table of flags.
 
 Pure. The walls: no network, no capability for the agent, nothing writable on the host's disk (the root file system is
-read-only, what can be written is sized memory), and limits on memory, processes and CPU. Called by `DockerBackend`.
+read-only, what can be written is sized memory), and limits on memory, processes and CPU. A task that brings a machine
+of its own gets all of its image's files to write, which then lie on the host's disk, and an agent that may be root
+there, with few capabilities; the other walls stand. Called by `DockerBackend`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,17 @@ LEASE_S = 24 * 3600
 does."""
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 """For root, who sets tasks up and checks them. The agent's uid has none."""
+MORE_CAPABILITIES = ["FSETID", "NET_BIND_SERVICE", "SYS_CHROOT"]
+"""For root of a machine of its own, as its packages and services expect them."""
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A file or folder of the host in the container."""
+
+    source: str
+    target: str
+    read_only: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,9 @@ class SandboxSpec:
     tmp_mb: int = 32
     processes: int = 128
     cpus: float = 1.0
+    machine: bool = False
+    """Everything can be written, in the image's own file system; the sizes above then mean nothing."""
+    binds: tuple[Bind, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,28 +62,20 @@ def create_config(
     command = [f"{TOOLS}/sbxd", BOX, str(LEASE_S)] if sbxd else [f"{TOOLS}/bin/busybox", "sleep", str(LEASE_S)]
     host: dict[str, Any] = {
         "NetworkMode": "none",
-        "IpcMode": "none",
         "Memory": spec.memory_mb << 20,
         "MemorySwap": spec.memory_mb << 20,
         "PidsLimit": spec.processes,
         "NanoCpus": int(spec.cpus * 1e9),
         "CapDrop": ["ALL"],
-        "CapAdd": CAPABILITIES,
         "SecurityOpt": ["no-new-privileges"],
-        "ReadonlyRootfs": True,
-        "Tmpfs": {
-            "/work": _tmpfs(spec.work_mb, 0o755, uid=1000),
-            "/data": _tmpfs(spec.data_mb, 0o755),
-            "/tmp": _tmpfs(spec.tmp_mb, 0o1777),
-        },
         "Mounts": [
             {"Type": "bind", "Source": str(mounts.tools), "Target": TOOLS, "ReadOnly": True},
             {"Type": "bind", "Source": str(mounts.box), "Target": BOX},
+            *(_mount(bind) for bind in spec.binds),
         ],
-        "Ulimits": [{"Name": "nofile", "Soft": 1024, "Hard": 1024}, {"Name": "core", "Soft": 0, "Hard": 0}],
         "LogConfig": {"Type": "none"},
         "Init": not sbxd,
-    }
+    } | (_machine() if spec.machine else _sandbox(spec))
     if cgroup_parent:
         host["CgroupParent"] = cgroup_parent
     return {
@@ -83,6 +91,37 @@ def create_config(
         "NetworkDisabled": True,
         "HostConfig": host,
     }
+
+
+def _sandbox(spec: SandboxSpec) -> dict[str, Any]:
+    return {
+        "IpcMode": "none",
+        "CapAdd": CAPABILITIES,
+        "ReadonlyRootfs": True,
+        "Tmpfs": {
+            "/work": _tmpfs(spec.work_mb, 0o755, uid=1000),
+            "/data": _tmpfs(spec.data_mb, 0o755),
+            "/tmp": _tmpfs(spec.tmp_mb, 0o1777),
+        },
+        "Ulimits": [_ulimit("nofile", 1024), _ulimit("core", 0)],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "IpcMode": "private",
+        "CapAdd": CAPABILITIES + MORE_CAPABILITIES,
+        # Open files: as many as the daemon itself may grant.
+        "Ulimits": [_ulimit("core", 0)],
+    }
+
+
+def _ulimit(name: str, most: int) -> dict[str, Any]:
+    return {"Name": name, "Soft": most, "Hard": most}
+
+
+def _mount(bind: Bind) -> dict[str, Any]:
+    return {"Type": "bind", "Source": bind.source, "Target": bind.target, "ReadOnly": bind.read_only}
 
 
 def _tmpfs(megabytes: int, mode: int, *, uid: int = 0) -> str:

@@ -63,6 +63,23 @@ class Recipe:
         return asdict(replace(self.spec, image=self.image_id)) | {"tools": self.tools.name}
 
 
+@dataclass(frozen=True)
+class Sandbox:
+    id: str
+    container_id: str
+    recipe: Recipe
+    warm: bool
+    """It had been started before it was asked for."""
+    found: bool
+    """An earlier try made or took it, and may have run something in it."""
+    waited_s: float
+    """Seconds it waited for a free slot."""
+
+    @property
+    def image_id(self) -> str:
+        return self.recipe.image_id
+
+
 class Containers:
     """`stack` tells this state folder's containers from others' on the same daemon."""
 
@@ -84,13 +101,14 @@ class Containers:
     async def recipe(self, spec: SandboxSpec) -> Recipe:
         """How to make it here. Raises SandboxError, InvalidConfig for an unknown image."""
         tools = await self.tools()
-        if spec.image not in self._images:
-            self._images[spec.image] = await ensure_image(self._daemon, spec.image)
+        image_id = self._images.get(spec.image) or await ensure_image(self._daemon, spec.image)
+        if image_id != spec.image:
+            self._images[spec.image] = image_id
         if self._cgroup is None:
             info = await self._daemon.call("info", lambda client: client.system.info())
             self._cgroup = cgroup_parent(info, self._parent)
         sbxd = self._use_sbxd and has_sbxd(tools)
-        return Recipe(spec, self._images[spec.image], tools, sbxd, self._cgroup, self._namespace)
+        return Recipe(spec, image_id, tools, sbxd, self._cgroup, self._namespace)
 
     def labels(self, recipe: Recipe, labels: dict[str, str]) -> dict[str, str]:
         return {f"ratchet.{name}": value for name, value in labels.items()} | {

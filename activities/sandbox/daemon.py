@@ -66,15 +66,17 @@ class Daemon:
         *,
         create: bool = False,
         queued: bool = True,
+        limit_s: float = CALL_S,
     ) -> Value:
         """The value of `action(client)`. Raises Refused or SandboxError; `verb` says what was tried. The time in which
-        the call waits for its turn counts in no limit; `queued` False takes no turn: for one that measures the daemon.
+        the call waits for its turn counts in no limit; `queued` False takes no turn: for one that measures the daemon,
+        or that lasts.
         """
         limit = (self._creates if create else self._others) if queued else nullcontext()
         async with limit:
             for pause in (*PAUSES_S, None):
                 try:
-                    async with asyncio.timeout(CALL_S):
+                    async with asyncio.timeout(limit_s):
                         return await action(self._connected())
                 except (aiodocker.DockerError, aiohttp.ClientError, OSError) as error:
                     if isinstance(error, aiodocker.DockerError) and error.status != NO_CONNECTION:

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +21,9 @@ from activities.sandbox.boxes import CONTAINER, Boxes, named_disk
 from activities.sandbox.cgroup import PARENT
 from activities.sandbox.channel import Channel, ChannelLost, Operation, Result, journaled, until_ready
 from activities.sandbox.container import SandboxSpec
-from activities.sandbox.containers import TRANSPORT, Containers, Recipe
+from activities.sandbox.containers import TRANSPORT, Containers, Recipe, Sandbox
 from activities.sandbox.daemon import Daemon, whole
-from activities.sandbox.evidence import SandboxGone, cause_of_death
+from activities.sandbox.evidence import SandboxGone, cause_of_death, silenced
 from activities.sandbox.members import CONTAINER_ID, PREFIX, Members
 from activities.sandbox.owned import Owned, matched
 from activities.sandbox.pool import WarmPool
@@ -39,31 +38,16 @@ READY_S = 10.0
 SETTLE_S = 2.0
 """How long the daemon may take to notice that a container ended."""
 POOLED = ("agent", "verifier")
-"""Kinds that the pool serves: a canary is to prove that a start works, a replay is a person's."""
-
-
-@dataclass(frozen=True)
-class Sandbox:
-    id: str
-    container_id: str
-    recipe: Recipe
-    warm: bool
-    """It had been started before it was asked for."""
-    found: bool
-    """An earlier try made or took it, and may have run something in it."""
-    waited_s: float
-    """Seconds it waited for a free slot."""
-
-    @property
-    def image_id(self) -> str:
-        return self.recipe.image_id
+"""Kinds that the pool serves: a canary is to prove that a start works, a replay is a person's. Machines of tasks are of
+too many kinds to hold any ready."""
 
 
 class DockerBackend:
     """`docker_host` empty is the local socket; `state_dir` holds the toolbox and one folder per sandbox; at most
     `slots` agents' sandboxes live at once, and beside them at most `pool` that nobody asked for yet, once `keep_warm`
     was called. `use_sbxd` False takes `docker exec` for every command. `parent` is the control group that all of them
-    are in, `namespace` (`<name>/<id>`) that of the workflows that they are made for."""
+    are in, `namespace` (`<name>/<id>`) that of the workflows that they are made for. `local_bases`: a Debian made here
+    may stand in for base images of tasks that are not to be had."""
 
     def __init__(
         self,
@@ -75,7 +59,9 @@ class DockerBackend:
         use_sbxd: bool = True,
         parent: str = PARENT,
         namespace: str = "",
+        local_bases: bool = False,
     ) -> None:
+        self.local_bases = local_bases
         self.state = state_dir.resolve()
         self._stack = hashlib.sha256(str(self.state).encode()).hexdigest()[:12]
         self.daemon = self._daemon = Daemon(docker_host)
@@ -119,7 +105,8 @@ class DockerBackend:
                 recipe = await self._containers.recipe(spec)
                 found = self._boxes.there(sandbox_id)
                 all_labels = self._containers.labels(recipe, labels)
-                taken = await self._take(sandbox_id, recipe, all_labels) if not found and kind in POOLED else None
+                pooled = kind in POOLED and not spec.machine
+                taken = await self._take(sandbox_id, recipe, all_labels) if not found and pooled else None
                 if taken is not None:
                     return Sandbox(sandbox_id, taken[CONTAINER_ID], recipe, True, False, waited)
                 container_id = await whole(self._start(sandbox_id, recipe, all_labels, queued=kind != "canary"))
@@ -134,9 +121,14 @@ class DockerBackend:
         try:
             return await self._channel(sandbox_id).run(op)
         except ChannelLost as lost:
-            if found := journaled(self._boxes.box(sandbox_id), op.op_id):
-                return found
-            raise await self._autopsy(sandbox_id, lost) from lost
+            try:
+                if found := journaled(self._boxes.box(sandbox_id), op.op_id):
+                    return found
+            except SandboxError as unreadable:
+                raise silenced(str(unreadable)) if op.person else unreadable from lost
+            dead = await self._autopsy(sandbox_id, lost)
+            # Where the agent may be root it can take the channel away; a host that does is found out by the inquest.
+            raise silenced(str(lost)) if op.person and not isinstance(dead, SandboxGone) else dead from lost
 
     async def ask(self, sandbox_id: str, op_id: str, wait_s: float) -> Result | None:
         """The result of a key, None where it was never started. Raises as `run`."""

@@ -75,6 +75,11 @@ class SandboxGone(SandboxError):
         self.by_agent = by_agent
 
 
+def silenced(words: str) -> SandboxGone:
+    """The end of a machine whose own root, the agent, keeps it from answering."""
+    return SandboxGone(f"it runs but does not answer any more: {words}", by_agent=True)
+
+
 def blame(finding: Finding, faults: Sequence[str]) -> Blame:
     """Whose doing it was. `faults` are those of the host at that time; both at once contradict each other."""
     if finding.own is None:

@@ -70,7 +70,15 @@ class ExecChannel:
     async def _start(self, op: Operation) -> bool:
         """Whether run.sh took the command up. Where the agent's processes leave no room for one more, the daemon says
         that it started it and nothing ran: then it may be tried again."""
-        words = [op.key, str(op.uid), f"{op.timeout_s:.3f}", str(max(op.cap_bytes // 2, 1)), op.cwd, op.shell, op.text]
+        words = [
+            op.key,
+            str(op.uid),
+            f"{op.timeout_s:.3f}",
+            str(max(op.cap_bytes // 2, 1)),
+            op.folder,
+            op.shell,
+            op.text,
+        ]
         until = None
         while True:
             made = await self._exec([f"{TOOLS}/bin/sh", f"{TOOLS}/run.sh", *words], "0", op.environment)

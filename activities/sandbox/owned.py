@@ -8,6 +8,9 @@ from typing import Any
 
 from activities.sandbox.boxes import CONTAINER, Folder
 
+ATTEMPTS = ("agent", "verifier", "grader")
+"""Kinds that live as long as an attempt at most."""
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -30,7 +33,7 @@ class Owned:
     @property
     def attempt(self) -> str:
         """Whose it is, and the id of the Episode workflow to ask after; empty for a sandbox that is no attempt's."""
-        return self.labels.get("ratchet.attempt", "") if self.kind in ("agent", "verifier") else ""
+        return self.labels.get("ratchet.attempt", "") if self.kind in ATTEMPTS else ""
 
 
 def matched(folders: Mapping[str, Folder], containers: Mapping[str, Mapping[str, Any]], now: float) -> list[Owned]:

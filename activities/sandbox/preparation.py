@@ -19,7 +19,9 @@ from pathlib import Path
 
 from activities.sandbox.boxes import named_disk
 from activities.sandbox.channel import BOX, TOOLS, Operation, Result
-from activities.sandbox.docker import DockerBackend, Sandbox
+from activities.sandbox.containers import Sandbox
+from activities.sandbox.docker import DockerBackend
+from activities.sandbox.machines.machines import Machines
 from activities.sandbox.snapshots import Snapshots
 from activities.sandbox.verification import (
     SETUP_S,
@@ -51,13 +53,18 @@ FILL, KEEP = "setup", "keep"
 class Preparation:
     """All of one state folder share its snapshots."""
 
-    def __init__(self, backend: DockerBackend) -> None:
+    def __init__(self, backend: DockerBackend, machines: Machines | None = None) -> None:
         self._backend = backend
+        self._machines = machines or Machines(backend)
         self._snapshots = Snapshots(backend.state / "snapshots")
         self._first: dict[str, asyncio.Event] = {}
 
     async def prepare(self, task: Task, sandbox: Sandbox) -> bool:
         """Make the sandbox ready for the agent; whether it is a fork. Raises SandboxError, final for a failed setup."""
+        if task.machine is not None:
+            # What its setup would leave is in its image.
+            await self._machines.prepare(task, sandbox)
+            return False
         run = partial(self._backend.run, sandbox.id)
         with named_disk():
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from activities.sandbox.channel import Operation, Result
 from activities.sandbox.evidence import broken_by_agent
@@ -34,6 +34,15 @@ class Verdict:
     passed: bool
     detail: str
     tampered: bool = False
+    partial: float | None = None
+    """What the answer is worth where its format knows more than right and wrong."""
+    seconds: float = 0.0
+    """Of the verifier itself."""
+    evidence: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float:
+        return self.partial if self.partial is not None else float(self.passed)
 
 
 def setup_operation(task: Task) -> Operation:
@@ -94,14 +103,17 @@ async def judge(
     run: Run,
     known_good: Callable[[], AbstractAsyncContextManager[Run]],
     look: Look = at_face_value,
+    *,
+    first: int = 1,
 ) -> Verdict:
     """The verdict on an attempt whose processes are dead already. `known_good` opens a fresh sandbox; one that was
-    prepared as the attempt's own was shows what is wrong with the preparation.
+    prepared as the attempt's own was shows what is wrong with the preparation. `first` numbers the check: under a
+    number that was used the journal gives its result again.
 
     Raises VerifierBrokenByAnswer, VerifierError, SandboxError, or what `look` raises."""
     changed, broken = await _changed(task, run, look)
     if broken is None:
-        found = await _checked(task, answer, run, look, changed)
+        found = await _checked(task, answer, run, look, changed, first)
         if isinstance(found, Verdict):
             return found
         broken = found
@@ -128,10 +140,10 @@ class _Broken:
     evidence: dict[str, str]
 
 
-async def _checked(task: Task, answer: str, run: Run, look: Look, changed: str) -> Verdict | _Broken:
+async def _checked(task: Task, answer: str, run: Run, look: Look, changed: str, first: int) -> Verdict | _Broken:
     """Run the check, once more where it breaks. A result that is no pass is looked into before it counts."""
     broken: list[tuple[Operation, Result]] = []
-    for number in (1, 2):
+    for number in (first, first + 1):
         op = check_operation(task, answer, number)
         result = await run(op)
         if result.exit_code in (0, 1):
@@ -140,7 +152,8 @@ async def _checked(task: Task, answer: str, run: Run, look: Look, changed: str) 
                 await look(op, result)
             said = [changed, f"not reported: {', '.join(absent)}"[:200] if absent else "", f"check: {describe(result)}"]
             tampered = bool(changed or absent)
-            return Verdict(result.exit_code == 0 and not tampered, "; ".join(filter(None, said)), tampered)
+            passed = result.exit_code == 0 and not tampered
+            return Verdict(passed, "; ".join(filter(None, said)), tampered, seconds=result.seconds)
         broken.append((op, result))
     evidence = await _looked(look, broken)
     return _Broken(f"check: {describe(result)}", evidence | {"check on this answer": describe(result)})

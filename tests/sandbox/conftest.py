@@ -14,6 +14,7 @@ import pytest
 from activities.sandbox.channel import Operation, Result
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.docker import DockerBackend
+from tests.sandbox.machines import Ground, machine_backend
 from workers.stack.private_daemon import NoDaemon, some_daemon
 
 SMALL = SandboxSpec(memory_mb=96, work_mb=16, data_mb=4, tmp_mb=4, processes=48)
@@ -135,3 +136,12 @@ def docker(host: str, *arguments: str) -> str:
     """The daemon's own command line: a second pair of eyes."""
     prefix = ["docker", "-H", host] if host else ["docker"]
     return subprocess.run([*prefix, *arguments], check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+@pytest.fixture(scope="session")
+async def ground(docker_host: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ground]:
+    """Where tasks with machines of their own are played."""
+    ground = Ground(machine_backend(docker_host, tmp_path_factory.mktemp("machines")))
+    yield ground
+    await ground.backend.sweep("machines")
+    await ground.backend.aclose()

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from activities.sandbox.channel import Operation, Result
-from activities.sandbox.docker import DockerBackend, Sandbox
+from activities.sandbox.containers import Sandbox
+from activities.sandbox.docker import DockerBackend
 from activities.sandbox.preparation import ARCHIVE, Preparation, key_of
 from activities.sandbox.snapshots import Snapshots
 from activities.sandbox.verification import judge, set_up

@@ -1,0 +1,148 @@
+"""Machines of tasks before the agent: the image, the limits, and all that is to be there when it begins.
+
+Owns the preparation, which is done once per container whoever retries, and the note of who the agent is there, which
+lies in the sandbox's folder on the host. Called by `SandboxActivities`, `Examiner` and `ratchet tasks check`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from activities.sandbox.channel import INSIDE as CLOSED
+from activities.sandbox.channel import Operation, Person
+from activities.sandbox.container import SandboxSpec
+from activities.sandbox.containers import Sandbox
+from activities.sandbox.docker import DockerBackend
+from activities.sandbox.machines.facts import ImageFacts, KnownImages, facts_of, listing, settings
+from activities.sandbox.machines.images import TaskImage, TaskImages
+from tasksets.base import Healthcheck, ImageSource, Machine, Task
+from workflows.errors import SandboxError
+
+PERSON = "ratchet.person"
+"""Label of a sandbox's folder: the agent, as JSON."""
+PREPARE_S = 60.0
+PROCESSES = 1024
+KEEPS_ALIVE = ["sh", "-c", "sleep infinity"]
+"""What an image's entrypoint is given to run where the task names nothing."""
+
+
+class Machines:
+    """`backend` starts them. One per process."""
+
+    def __init__(self, backend: DockerBackend) -> None:
+        self._backend = backend
+        self._images = TaskImages(backend.daemon, backend.state, local_bases=backend.local_bases)
+        self._known = KnownImages(backend.state / "image-facts")
+
+    async def image(self, source: ImageSource) -> TaskImage:
+        """Pulled or built where it isn't there. Raises SandboxError."""
+        return await self._images.ensure(source)
+
+    async def spec(self, task: Task) -> SandboxSpec:
+        """What to start for a task, native or not. Raises SandboxError."""
+        if task.machine is None:
+            return SandboxSpec(image=task.image)
+        return machine_spec(task.machine, (await self.image(task.machine.image)).id)
+
+    async def prepare(self, task: Task, sandbox: Sandbox) -> None:
+        """Make a machine ready for the agent. Raises SandboxError, final for what would fail again."""
+        machine = task.machine
+        assert machine is not None
+        if not sandbox.recipe.sbxd:
+            raise SandboxError(
+                "tasks with an image of their own need gcc on the host: sbxd is not built", retryable=False
+            )
+        facts = await self.facts(sandbox)
+        agent = facts.person(machine.user, machine.env, machine.workdir)
+        await self._do(sandbox.id, _trusted("setup", folders_script(machine, agent)), f"the setup of {task.id}")
+        await self.start(sandbox.id, machine, facts)
+        self._backend.boxes.add_labels(sandbox.id, {PERSON: json.dumps(asdict(agent))})
+
+    async def facts(self, sandbox: Sandbox) -> ImageFacts:
+        """Of the image of a sandbox in which no agent began yet, or of one that is known."""
+        if known := self._known.get(sandbox.image_id):
+            return known
+        shown = await self.inspect(sandbox.image_id)
+        path = settings(shown)["env"].get("PATH", "").split(":")
+        result = await self._backend.run(sandbox.id, listing([folder for folder in path if folder.startswith("/")]))
+        facts = facts_of(shown, result)
+        self._known.put(sandbox.image_id, facts)
+        return facts
+
+    def known(self, image_id: str) -> ImageFacts:
+        """Raises SandboxError where nobody asked yet."""
+        facts = self._known.get(image_id)
+        if facts is None:
+            raise SandboxError(f"nothing is known of the image {image_id}: no sandbox of it was prepared here")
+        return facts
+
+    async def inspect(self, image_id: str) -> dict[str, Any]:
+        daemon = self._backend.daemon
+        found: dict[str, Any] = await daemon.call("inspect image", lambda client: client.images.inspect(image_id))
+        return found
+
+    async def start(self, sandbox_id: str, machine: Machine, facts: ImageFacts) -> None:
+        """What runs beside the agent, or the verifier: the image's entrypoint and the task's own program. Raises
+        SandboxError where it does not get healthy."""
+        words = [*facts.entrypoint, *(machine.start or KEEPS_ALIVE)]
+        if facts.entrypoint or machine.start:
+            beside = facts.person("", machine.env, machine.workdir)
+            command = f"{shlex.join(words)} > /dev/null 2>&1 < /dev/null &"
+            op = Operation(op_id="start", command=command, timeout_s=PREPARE_S, person=_in_any_shell(beside))
+            await self._do(sandbox_id, op, "the start of the machine's own program")
+        if machine.healthcheck:
+            person = _in_any_shell(facts.person("", machine.env, machine.workdir))
+            await self._do(sandbox_id, healthy(machine.healthcheck, person), "the health check")
+
+    def person(self, sandbox_id: str) -> Person | None:
+        """The agent of a machine; None for a native sandbox."""
+        noted = self._backend.boxes.labels(sandbox_id).get(PERSON)
+        return Person(**json.loads(noted)) if noted else None
+
+    async def _do(self, sandbox_id: str, op: Operation, what: str) -> None:
+        result = await self._backend.run(sandbox_id, op)
+        if result.exit_code != 0:
+            said = (result.tail or result.head).decode(errors="replace")[-300:].strip()
+            ending = "timed out" if result.timed_out else f"exit {result.exit_code}"
+            raise SandboxError(f"{what} failed: {ending}: {said}", retryable=False)
+
+
+def machine_spec(machine: Machine, image: str) -> SandboxSpec:
+    return SandboxSpec(image=image, memory_mb=machine.memory_mb, cpus=machine.cpus, processes=PROCESSES, machine=True)
+
+
+def folders_script(machine: Machine, agent: Person) -> str:
+    """Shell that makes the folders of the format: its logs, for everybody; where the agent works and where an oracle
+    puts its files, for the agent."""
+    shared = " ".join(map(shlex.quote, machine.folders))
+    own = " ".join(map(shlex.quote, filter(None, [machine.oracle_folder])))
+    lines = [f"mkdir -p {shared} && chmod a+rwx {shared}"] if shared else []
+    lines += [f"mkdir -p {own} && chown {agent.uid}:{agent.gid} {own}"] if own and agent.uid else []
+    # Results of commands lie below it: no agent that isn't root shall reach them.
+    lines.append(f"chmod 700 {CLOSED}")
+    return "\n".join(["set -e", *lines, f"[ -d {shlex.quote(agent.cwd)} ] || mkdir -p {shlex.quote(agent.cwd)}"])
+
+
+def healthy(check: Healthcheck, person: Person) -> Operation:
+    """Waits until the check succeeds, as often as it may fail. Its own shell is the image's."""
+    tries = (
+        f"for try in $(seq {check.retries + 1}); do ( {check.command}\n) && exit 0; sleep {check.interval_s:g}; done"
+    )
+    timeout_s = check.start_s + (check.retries + 1) * (check.interval_s + check.timeout_s)
+    return Operation(
+        op_id="healthy",
+        command=f"sleep {check.start_s:g}; {tries}; exit 1",
+        timeout_s=timeout_s,
+        person=person,
+    )
+
+
+def _in_any_shell(person: Person) -> Person:
+    return Person(uid=person.uid, gid=person.gid, env=person.env, cwd=person.cwd, shell="/bin/sh")
+
+
+def _trusted(op_id: str, command: str) -> Operation:
+    return Operation(op_id=op_id, command=command, timeout_s=PREPARE_S, root=True, cwd="/")
