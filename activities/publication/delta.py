@@ -64,13 +64,17 @@ def make_delta(
     progress: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Write to `delta` how `result` is made from `base`. False, and no file, where that would take more than `limit`
-    bytes. Raises WrongDelta where the two are not files of the same size with these digests."""
+    bytes. Raises WrongDelta where the two are not files of the same size with these digests, StorageError where the
+    disk fails."""
     size = result.stat().st_size
     header = HEADER.pack(MAGIC, width, block, size, bytes.fromhex(base_sha256), bytes.fromhex(sha256))
     try:
         with base.open("rb") as old, result.open("rb") as new, delta.open("wb") as changes:
             changes.write(header)
             whole = _write_blocks(old, new, changes, (base_sha256, sha256), width, limit, block, progress)
+    except OSError as error:
+        delta.unlink(missing_ok=True)
+        raise StorageError(f"{delta} can't be made: {error}") from error
     except BaseException:
         delta.unlink(missing_ok=True)
         raise

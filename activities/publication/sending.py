@@ -102,7 +102,7 @@ class Sending:
                 progress=self.progress,
             )
         except WrongDelta:
-            base.unlink()
+            base.unlink(missing_ok=True)
             return None
         if not made:
             return None

@@ -234,6 +234,9 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(files: Files) -> None
     files.made = files.made.parent / "nowhere" / "made"
     with pytest.raises(StorageError, match="nowhere"):
         files.apply()
+    files.delta = files.made
+    with pytest.raises(StorageError, match="nowhere"):
+        files.make()
 
 
 def test_elements_are_as_wide_as_most_of_the_file() -> None:
