@@ -190,7 +190,7 @@ def main() -> None:
     own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     if not own.intersection(sys.argv[1:2]):
         # The commands of lineage bring the database along; nobody else waits for that.
-        for name in ("lineage", "report", "episode", "export", "replay"):
+        for name in ("lineage", "report", "episode", "export", "replay", "tasks"):
             importlib.import_module(f"workers.{name}_cli").register(app)
     app()
 
