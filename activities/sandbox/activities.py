@@ -20,8 +20,8 @@ from activities.sandbox.commands import agent_operation, output_digest
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
-from activities.sandbox.evidence import SandboxGone, broken_by_agent
-from activities.sandbox.inquest import Inquest, Start
+from activities.sandbox.evidence import Blame, SandboxGone, broken_by_agent
+from activities.sandbox.inquest import Doing, Inquest, Start
 from activities.sandbox.machines.grading import Answer
 from activities.sandbox.machines.machines import Machines
 from activities.sandbox.machines.verdict import MachineJudge
@@ -109,8 +109,10 @@ class SandboxActivities:
             person=self._machines.person(input.lease.sandbox_id),
         )
         before = self._inquest.begin()
+        storage = self._machines.storage(input.lease.sandbox_id)
         try:
-            result = await self._backend.run(input.lease.sandbox_id, op)
+            async with storage.watched():
+                result = await self._backend.run(input.lease.sandbox_id, op)
         except SandboxGone as gone:
             spent = time.monotonic() - began
             doing = await self._inquest.on_death(input.lease, gone, before)
@@ -121,7 +123,10 @@ class SandboxActivities:
                 command_s=min(spent, input.step_timeout_s),
                 timing=Timing(queue_s=queue_s, run_s=spent),
             )
-        doing = await self._inquest.on_result(input.lease, op, result, before)
+        if full := await storage.full():
+            doing = Doing(full, {"sign": full, "blame": Blame.AGENT})
+        else:
+            doing = await self._inquest.on_result(input.lease, op, result, before)
         return ActOutput(
             exit_code=result.exit_code,
             signal=result.signal if not result.timed_out else None,

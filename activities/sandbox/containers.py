@@ -31,6 +31,8 @@ from workflows.errors import SandboxError
 GONE_S = 10.0
 """How long a container may take to vanish after it was removed."""
 TRANSPORT = "ratchet.transport"
+MACHINE = "ratchet.machine"
+"""Label of those that have a whole machine of a task's own."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,15 @@ class Containers:
         return Recipe(spec, image_id, tools, sbxd, self._cgroup, self._namespace)
 
     def labels(self, recipe: Recipe, labels: dict[str, str]) -> dict[str, str]:
-        return {f"ratchet.{name}": value for name, value in labels.items()} | {
-            "ratchet.stack": self._stack,
-            "ratchet.namespace": self._namespace,
-            TRANSPORT: "sbxd" if recipe.sbxd else "exec",
-        }
+        return (
+            {f"ratchet.{name}": value for name, value in labels.items()}
+            | {
+                "ratchet.stack": self._stack,
+                "ratchet.namespace": self._namespace,
+                TRANSPORT: "sbxd" if recipe.sbxd else "exec",
+            }
+            | ({MACHINE: "yes"} if recipe.spec.machine else {})
+        )
 
     async def create(
         self, name: str, recipe: Recipe, box: Path, labels: dict[str, str], *, queued: bool = True

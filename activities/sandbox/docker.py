@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
 import time
 from collections.abc import Coroutine
 from functools import partial
@@ -21,9 +22,10 @@ from activities.sandbox.boxes import CONTAINER, Boxes, named_disk
 from activities.sandbox.cgroup import PARENT
 from activities.sandbox.channel import Channel, ChannelLost, Operation, Result, journaled, until_ready
 from activities.sandbox.container import SandboxSpec
-from activities.sandbox.containers import TRANSPORT, Containers, Recipe, Sandbox
+from activities.sandbox.containers import MACHINE, TRANSPORT, Containers, Recipe, Sandbox
 from activities.sandbox.daemon import Daemon, whole
 from activities.sandbox.evidence import SandboxGone, cause_of_death, silenced
+from activities.sandbox.machines.state import forget
 from activities.sandbox.members import CONTAINER_ID, PREFIX, Members
 from activities.sandbox.owned import Owned, matched
 from activities.sandbox.pool import WarmPool
@@ -34,6 +36,8 @@ from workflows.errors import SandboxError
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
+GRADING = "grading"
+"""Below the state folder: what is mounted for the verifiers of machines, a folder each."""
 READY_S = 10.0
 SETTLE_S = 2.0
 """How long the daemon may take to notice that a container ended."""
@@ -148,13 +152,10 @@ class DockerBackend:
 
     async def close_attempt(self, attempt: str) -> None:
         """Remove whatever an attempt has here, also what a lost try of `acquire` made."""
-        found = await self._names({"ratchet.attempt": attempt})
-        ids = (
-            found
-            | await self._folders_with("ratchet.attempt", attempt)
-            | {self.id_of(attempt), self.id_of(attempt, "verifier")}
-        )
-        await asyncio.gather(*(self.close(sandbox_id) for sandbox_id in sorted(ids)))
+        ids = {self.id_of(attempt), self.id_of(attempt, "verifier")}
+        ids |= await self._names({"ratchet.attempt": attempt})
+        ids |= await self._folders_with("ratchet.attempt", attempt)
+        await self._close_all(ids)
 
     async def release_attempt(self, attempt: str) -> None:
         """Begin `close_attempt` and come back. What is marked is removed whatever becomes of this process: by it, by
@@ -167,7 +168,7 @@ class DockerBackend:
         """Remove what a run left on this host: (containers, folders)."""
         found = await self._names({"ratchet.run": run})
         boxes = await self._folders_with("ratchet.run", run)
-        await asyncio.gather(*(self.close(sandbox_id) for sandbox_id in sorted(found | boxes)))
+        await self._close_all(found | boxes)
         return len(found), len(boxes)
 
     async def owned(self) -> list[Owned]:
@@ -273,6 +274,12 @@ class DockerBackend:
 
     # --- removing -------------------------------------------------------------------------------------------------
 
+    async def _close_all(self, ids: set[str]) -> None:
+        """Those that grade first: they are made from what the others left."""
+        graders = {one for one in ids if self._boxes.labels(one).get("ratchet.kind") == "grader"}
+        for some in (graders, ids - graders):
+            await asyncio.gather(*(self.close(sandbox_id) for sandbox_id in sorted(some)))
+
     async def _close(self, sandbox_id: str) -> None:
         if sandbox_id.startswith(PREFIX):
             if await asyncio.to_thread(self._members.retire, sandbox_id):
@@ -284,5 +291,10 @@ class DockerBackend:
         await self._slots.free(sandbox_id)
 
     async def _discard(self, sandbox_id: str) -> None:
-        await self._containers.remove(self._boxes.container(sandbox_id))
+        container = self._boxes.container(sandbox_id)
+        await self._containers.remove(container)
+        if MACHINE in self._boxes.labels(sandbox_id):
+            # A grading that was cut short leaves what it was to grade.
+            await forget(self._daemon, container)
+        await asyncio.to_thread(shutil.rmtree, self.state / GRADING / sandbox_id, True)
         await asyncio.to_thread(self._boxes.remove, sandbox_id)

@@ -92,6 +92,19 @@ echo 1 > /logs/verifier/reward.txt
     assert verdict.passed, verdict.detail
 
 
+async def test_a_verifier_runs_as_the_user_that_its_task_names_and_reports_all_the_same(
+    ground: Ground, tmp_path: Path
+) -> None:
+    toml = TOML.replace("[verifier]\n", '[verifier]\nuser = "checker"\n')
+    image = f"{DOCKERFILE}RUN useradd -m checker\n"
+    script = HARBOR[REWARD].replace("pytest /tests", '[ "$(id -un)" = checker ] && pytest /tests')
+    task = harbor(tmp_path, **{"task.toml": toml, "environment/Dockerfile": image, REWARD: script})
+    async with ground.playing(task) as attempt:
+        await attempt.oracle()
+        verdict = await attempt.verdict()
+    assert verdict.passed and len(task.expected_tests) == 3, verdict.detail
+
+
 async def test_with_declared_artifacts_nothing_else_of_the_machine_is_there(ground: Ground, tmp_path: Path) -> None:
     script = """#!/bin/bash
 [ -e /app/other ] || [ -e /usr/local/bin/ls ] && exit 1

@@ -12,6 +12,8 @@ import pytest
 
 from activities.sandbox.activities import SandboxActivities
 from activities.sandbox.channel import journaled, key_of
+from activities.sandbox.docker import DockerBackend
+from activities.sandbox.machines.state import State
 from tasksets.base import Task
 from tests.sandbox.conftest import docker
 from tests.sandbox.machines import Ground, harbor, terminal_bench
@@ -178,6 +180,39 @@ async def test_an_agent_that_fills_its_memory_or_processes_breaks_its_machine(
         assert "ran out of memory" in broken.sandbox_broken
 
 
+@pytest.mark.parametrize(
+    "writes", ["head -c 30000000 /dev/zero > x", "while :; do head -c 5000000 /dev/zero >> x; done"]
+)
+async def test_an_agent_that_takes_more_of_the_disk_than_its_task_grants_broke_its_machine(
+    attempted: Attempted, tmp_path: Path, writes: str
+) -> None:
+    toml = HARBOR["task.toml"].replace("[environment]", "[environment]\nstorage_mb = 20")
+    async with attempted(harbor(tmp_path, **{"task.toml": toml})) as episode:
+        assert (await episode.act("head -c 5000000 /dev/zero > y")).sandbox_broken == ""
+        broken = await episode.act(writes, timeout_s=30)
+        assert "its disk is full" in broken.sandbox_broken and "of 20 MB" in broken.sandbox_broken
+        assert broken.evidence["blame"] == "agent" and not broken.timed_out
+
+
+async def test_an_agent_that_fills_the_journals_folder_is_found_out_as_well(
+    attempted: Attempted, tmp_path: Path
+) -> None:
+    toml = HARBOR["task.toml"].replace("[environment]", "[environment]\nstorage_mb = 20")
+    async with attempted(harbor(tmp_path, **{"task.toml": toml})) as episode:
+        assert "disk is full" in (await episode.act("head -c 30000000 /dev/zero > /run/ratchet/box/x")).sandbox_broken
+
+
+async def test_an_answer_that_fills_the_grading_machines_disk_broke_the_verifier(
+    attempted: Attempted, tmp_path: Path
+) -> None:
+    script = "#!/bin/bash\n[ -e /app/fill ] && head -c 30000000 /dev/zero > /x\necho 1 > /logs/verifier/reward.txt\n"
+    toml = HARBOR["task.toml"].replace("[environment]", "[environment]\nstorage_mb = 20")
+    async with attempted(harbor(tmp_path, **{"task.toml": toml, "tests/test.sh": script})) as episode:
+        await episode.act("touch fill")
+        with pytest.raises(VerifierBrokenByAnswer, match="its disk is full"):
+            await episode.verify()
+
+
 async def test_a_grading_machine_that_an_answer_exhausts_is_the_answers_doing(
     attempted: Attempted, tmp_path: Path
 ) -> None:
@@ -209,3 +244,21 @@ async def test_a_run_that_ended_leaves_no_machine_and_no_answer(
         swept = await call(episode.activities.sweep, SweepInput(run="acts"))
         assert swept.containers == 1
         assert docker(docker_host, "ps", "-aq", "--filter", "label=ratchet.run=acts") == ""
+
+
+async def test_what_a_grading_that_was_cut_short_left_goes_with_its_attempt(
+    ground: Ground, attempted: Attempted, tmp_path: Path, docker_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(*_: object) -> None:
+        raise RuntimeError("as a killed worker")
+
+    async with attempted(harbor(tmp_path)) as episode:
+        with monkeypatch.context() as patch:
+            patch.setattr(State, "forget", dies)
+            patch.setattr(DockerBackend, "close", dies)
+            with pytest.raises(RuntimeError):
+                await episode.verify()
+        assert docker(docker_host, "images", "-q", "ratchet/answer") != ""
+    assert docker(docker_host, "images", "-q", "ratchet/answer") == ""
+    assert docker(docker_host, "ps", "-aq", "--filter", "label=ratchet.run=acts") == ""
+    assert list((ground.backend.state / "grading").iterdir()) == []

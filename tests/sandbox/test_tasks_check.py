@@ -101,6 +101,11 @@ def test_of_ten_tasks_the_broken_the_flaky_the_trivial_and_the_slow_are_found(
     assert docker(docker_host, "images", "-q", "ratchet/answer") == ""
 
 
+def test_the_examples_are_fit(home: Path) -> None:
+    found = json.loads(check(ROOT / "examples/tasks", "--json").stdout)
+    assert {task["format"] for task in found["tasks"]} == {"harbor", "terminal-bench", "native"}
+
+
 def test_a_person_sees_a_table_and_what_else_is_to_be_known(home: Path, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "greet", HARBOR)
     out = check(folder).stdout

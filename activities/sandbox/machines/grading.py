@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from activities.sandbox.channel import Operation, Person
 from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
-from activities.sandbox.evidence import SandboxGone
+from activities.sandbox.evidence import Blame, SandboxGone
 from activities.sandbox.machines import inspection
 from activities.sandbox.machines.changes import Review, review
 from activities.sandbox.machines.facts import ImageFacts
@@ -29,6 +29,7 @@ from activities.sandbox.machines.report import read_bounded
 from activities.sandbox.machines.reward import FULL, Found, find_reward
 from activities.sandbox.machines.room import Room, mount_points, opened
 from activities.sandbox.machines.state import State, TooMuch, fingerprint, relocated
+from activities.sandbox.text import readable
 from activities.sandbox.verification import Look, describe
 from tasksets.base import Artifact, Machine, Task
 from tasksets.reading import TESTS
@@ -82,7 +83,7 @@ class Examiner:
             return _tampered(weighed.tampered)
         try:
             async with self._room(task, answer, state, number) as room:
-                return await self._ask(task, state, room, weighed, look_at(room.sandbox))
+                return await self._ask(task, state, room, weighed, facts, look_at(room.sandbox))
         except SandboxGone as gone:
             if not gone.by_agent:
                 raise VerifierError(f"the grading machine of {task.id}: {gone}", evidence=gone.evidence) from gone
@@ -138,11 +139,14 @@ class Examiner:
         finally:
             await state.forget()
 
-    async def _ask(self, task: Task, state: State, room: Room, weighed: Review, look: Look) -> Graded:
+    async def _ask(
+        self, task: Task, state: State, room: Room, weighed: Review, facts: ImageFacts, look: Look
+    ) -> Graded:
         machine, sandbox_id = task.machine, room.sandbox.id
         assert machine is not None
         grading = machine.grading
-        facts = await self._facts(machine, room)
+        if grading.image:
+            facts = await self._machines.facts(room.sandbox)
         links = await self._carry(machine, state, room, weighed, facts)
         inspection.lay_out(room.report.runner, weighed, links)
         kept = [TESTS, grading.logs, "/run/ratchet"]
@@ -174,12 +178,16 @@ class Examiner:
     async def _verify(self, task: Task, room: Room, op: Operation, look: Look) -> Graded:
         machine = task.machine
         assert machine is not None
-        result = await self._backend.run(room.sandbox.id, op)
+        storage = room.storage(self._backend, machine.storage_mb)
+        async with storage.watched():
+            result = await self._backend.run(room.sandbox.id, op)
         try:
             await self._backend.kill_agent(room.sandbox.id)
         except SandboxError:
             # Whoever is root there may be in the way of that; from outside nobody is.
             await State(self._backend.daemon, self._backend.boxes, room.sandbox.id).halt()
+        if full := await storage.full():
+            return Graded(Found(None, f"the grading machine: {full}"), evidence={"sign": full, "blame": Blame.AGENT})
         if result.exit_code is None:
             found = Found(None, f"the verifier {describe(result)}")
         else:
@@ -187,15 +195,8 @@ class Examiner:
             reported = await asyncio.to_thread(room.report.read)
             found = find_reward(machine.grading.reads, result, files, reported, task.expected_tests)
         evidence = {} if (found.reward or 0) >= FULL else await look(op, result)
-        said = (result.tail or result.head).decode(errors="replace")[-2000:]
+        said = readable(result.tail or result.head)[-2000:]
         return Graded(found, said, result.seconds, evidence)
-
-    async def _facts(self, machine: Machine, room: Room) -> ImageFacts:
-        """Of the pristine image behind the grading machine: what the agent left says nothing of it."""
-        grading = machine.grading
-        if grading.artifacts is not None:
-            return await self._machines.facts(room.sandbox)
-        return self._machines.known((await self._machines.image(machine.image)).id)
 
     async def _carry(self, machine: Machine, state: State, room: Room, weighed: Review, facts: ImageFacts) -> list[str]:
         """Bring what is not in the image of the grading machine; the paths that are to be looked at for links."""

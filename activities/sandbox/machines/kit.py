@@ -19,8 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from activities.sandbox.boxes import named_disk
 from tasksets.base import Grading
 
 log = logging.getLogger(__name__)
@@ -148,7 +150,8 @@ class Kits:
         if grading.image is not None or not _FETCHES.search(script):
             return None
         async with self._making:
-            return await asyncio.to_thread(self._made, requirements(script))
+            with named_disk():
+                return await asyncio.to_thread(self._made, requirements(script))
 
     def _made(self, wanted: list[str]) -> Path:
         uv = _uv()
@@ -170,7 +173,8 @@ class Kits:
                 # Another process may find more.
                 folder = self._root / f"{digest[:16]}-{secrets.token_hex(4)}.part"
                 self._incomplete[digest] = folder
-            fresh.rename(folder)
+            with suppress(OSError):  # another process was first
+                fresh.rename(folder)
         return folder
 
 

@@ -18,11 +18,13 @@ from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.machines.facts import ImageFacts, KnownImages, facts_of, listing, settings
 from activities.sandbox.machines.images import TaskImage, TaskImages
+from activities.sandbox.machines.storage import Storage
 from tasksets.base import Healthcheck, ImageSource, Machine, Task
 from workflows.errors import SandboxError
 
 PERSON = "ratchet.person"
 """Label of a sandbox's folder: the agent, as JSON."""
+STORAGE = "ratchet.storage-mb"
 PREPARE_S = 60.0
 PROCESSES = 1024
 KEEPS_ALIVE = ["sh", "-c", "sleep infinity"]
@@ -59,7 +61,8 @@ class Machines:
         agent = facts.person(machine.user, machine.env, machine.workdir)
         await self._do(sandbox.id, _trusted("setup", folders_script(machine, agent)), f"the setup of {task.id}")
         await self.start(sandbox.id, machine, facts)
-        self._backend.boxes.add_labels(sandbox.id, {PERSON: json.dumps(asdict(agent))})
+        noted = {PERSON: json.dumps(asdict(agent)), STORAGE: str(machine.storage_mb)}
+        self._backend.boxes.add_labels(sandbox.id, noted)
 
     async def facts(self, sandbox: Sandbox) -> ImageFacts:
         """Of the image of a sandbox in which no agent began yet, or of one that is known."""
@@ -101,6 +104,11 @@ class Machines:
         """The agent of a machine; None for a native sandbox."""
         noted = self._backend.boxes.labels(sandbox_id).get(PERSON)
         return Person(**json.loads(noted)) if noted else None
+
+    def storage(self, sandbox_id: str) -> Storage:
+        """What of the host's disk the agent's machine may take."""
+        most_mb = int(self._backend.boxes.labels(sandbox_id).get(STORAGE, "0"))
+        return Storage(self._backend, sandbox_id, most_mb, [self._backend.boxes.box(sandbox_id)])
 
     async def _do(self, sandbox_id: str, op: Operation, what: str) -> None:
         result = await self._backend.run(sandbox_id, op)

@@ -17,9 +17,10 @@ from activities.sandbox.boxes import named_disk
 from activities.sandbox.channel import BOX, TOOLS
 from activities.sandbox.container import Bind, SandboxSpec
 from activities.sandbox.containers import Sandbox
-from activities.sandbox.docker import DockerBackend
+from activities.sandbox.docker import GRADING, DockerBackend
 from activities.sandbox.machines.kit import INSIDE as KIT
 from activities.sandbox.machines.report import INSIDE, RUNNER, Report
+from activities.sandbox.machines.storage import Storage
 from tasksets.base import Grading
 from tasksets.reading import TESTS
 
@@ -30,6 +31,11 @@ class Room:
     report: Report
     logs: Path
     kit: bool
+
+    def storage(self, backend: DockerBackend, most_mb: int) -> Storage:
+        """What of the host's disk it may take."""
+        folders = [backend.boxes.box(self.sandbox.id), self.logs, self.report.folder]
+        return Storage(backend, self.sandbox.id, most_mb, folders)
 
 
 def mount_points(grading: Grading) -> list[str]:
@@ -43,7 +49,7 @@ async def opened(
 ) -> AsyncIterator[Room]:
     """A started machine that is gone afterwards. `labels`: its attempt, kind and generation. Raises SandboxError."""
     sandbox_id = backend.id_of(labels["attempt"], labels["kind"], int(labels["generation"]))
-    folder = backend.state / "grading" / sandbox_id
+    folder = backend.state / GRADING / sandbox_id
     report = Report(folder)
     try:
         # An earlier try may have left one.
@@ -60,8 +66,8 @@ async def opened(
         sandbox = await backend.acquire(replace(spec, binds=tuple(binds)), labels)
         yield Room(sandbox, report, folder / "logs", kit is not None)
     finally:
+        # Its folder goes with it.
         await backend.close(sandbox_id)
-        await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 def _lay_out(folder: Path, grading: Grading, report: Report) -> None:

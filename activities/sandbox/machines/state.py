@@ -27,7 +27,7 @@ from workflows.errors import SandboxError
 
 REPOSITORY = "ratchet/answer"
 STOP_S = 15.0
-MOST_BYTES = 512 << 20
+MOST_BYTES = 256 << 20
 """Of one archive."""
 SLOW_S = 300.0
 FOLDER = 1 << 31

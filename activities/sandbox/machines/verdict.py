@@ -95,7 +95,7 @@ def _verdict(graded: Graded) -> Verdict:
     reward = graded.found.reward
     assert reward is not None
     words = graded.found.words
-    evidence = {"tampered": words} if graded.found.tampered else graded.evidence or {}
+    evidence = {"tampered": words[:1000]} if graded.found.tampered else graded.evidence or {}
     return Verdict(
         passed=reward >= FULL,
         detail=words[:500],
