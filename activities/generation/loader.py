@@ -191,7 +191,7 @@ class EngineLoader:
             if not path.is_file():
                 raise EngineError(f"{path}: not there; weight_channel colocated needs the trainer on this machine")
             source = f"{FILE}{path}"
-        await self.client.stage(source, digest=file.sha256, size=file.bytes)
+        await self.client.stage(source, digest=file.sha256, size=file.bytes, bytes_per_s=1e6 * manifest.max_mbytes_per_s)
         while not await self.client.staged():
             await asyncio.sleep(STAGED_EVERY_S)
 

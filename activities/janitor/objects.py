@@ -15,23 +15,24 @@ from storage import queries
 from storage.database import session
 from storage.objects import ObjectStore, StoredObject
 from storage.tables import EngineLoad, Evaluation, PolicyVersion, Publication
+from workflows.config import PublicationConfig
 
 MOST = 2000
 """Objects of a run that one pass removes."""
 
 
-def sweep_run(store: ObjectStore, database: Engine, *, run: str, keep_last: int, before: float) -> Removed:
+def sweep_run(store: ObjectStore, database: Engine, *, run: str, keep: PublicationConfig, before: float) -> Removed:
     """Remove what was written before `before` (seconds since the epoch) and is referred to by nothing.
 
     Raises StorageError, having removed no object, where a manifest that stays can't be read."""
     objects = list(store.objects(f"{objects_prefix(run)}/"))
     manifests = _manifests(store, run)
     with session(database) as opened:
-        referred = referred_manifests(opened, run=run, keep_last=keep_last)
+        referred = referred_manifests(opened, run=run, keep=keep)
     referred = with_bases(store, referred & {item.key for item in manifests})
     gone = unreferenced(manifests, referred, before=before)[:MOST]
     stays = {item.key for item in manifests} - {item.key for item in gone}
-    files = {file.key for key in sorted(stays) for file in read_manifest(store, key).files}
+    files = {name for key in sorted(stays) for name in read_manifest(store, key).objects}
     orphans = unreferenced(objects, files, before=before)[:MOST]
     store.delete([item.key for item in gone])
     store.delete([item.key for item in orphans])
@@ -43,13 +44,13 @@ def _manifests(store: ObjectStore, run: str) -> list[StoredObject]:
     return [item for prefix in kinds for item in store.objects(prefix) if item.key.endswith(MANIFEST)]
 
 
-def referred_manifests(opened: Session, *, run: str, keep_last: int) -> set[str]:
+def referred_manifests(opened: Session, *, run: str, keep: PublicationConfig) -> set[str]:
     """Keys of the manifests that lineage still refers to: of the versions that stay with the states that they came
     from, and of the run's last checkpoint, from which another run may start."""
     published = {row.version: row for row in opened.exec(select(Publication).where(Publication.run == run))}
     states = {row.version: row for row in opened.exec(select(PolicyVersion).where(PolicyVersion.run == run))}
     evaluated = opened.exec(select(Evaluation.version).where(Evaluation.run == run)).all()
-    kept = kept_versions(published, in_use=_in_use(opened, run), evaluated=evaluated, keep_last=keep_last)
+    kept = kept_versions(published, in_use=_in_use(opened, run), evaluated=evaluated, keep=keep)
     weights = {published[version].manifest for version in kept}
     checkpoints = {states[version].checkpoint for version in kept & states.keys()}
     return (weights | checkpoints | {queries.last_checkpoint(opened, run=run)}) - {""}

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Engine
 from sqlmodel import Session, col, select
@@ -34,7 +34,6 @@ Value = TypeVar("Value")
 
 NEWEST, OTHERS = 10, 10
 """Runs that are over at which one pass looks: those that ended last, and as many of the others in turns."""
-DEFAULT = PublicationConfig()
 PASS_S = 300
 """Passes are counted in units of this many seconds."""
 
@@ -94,13 +93,11 @@ class RecordJanitorActivities:
                 self._store.abort_upload(upload)
         return len(uploads)
 
-    async def _sweep_objects(self, run: str, keep_last: int, before: float) -> Swept:
+    async def _sweep_objects(self, run: str, keep: PublicationConfig, before: float) -> Swept:
         if not await self._control.is_over(run):
             return Swept()
         try:
-            found = await asyncio.to_thread(
-                sweep_run, self._store, self._database, run=run, keep_last=keep_last, before=before
-            )
+            found = await asyncio.to_thread(sweep_run, self._store, self._database, run=run, keep=keep, before=before)
         except StorageError as error:
             return Swept(errors=[f"objects of {run}: {error}"])
         return Swept(removed={"manifests": found.manifests, "objects": found.objects}, bytes=found.bytes)
@@ -118,9 +115,15 @@ def _open_runs(opened: Session, namespace: str) -> list[str]:
     return list(opened.exec(statement).all())
 
 
-def _runs_over(opened: Session, before: float, namespace: str) -> dict[str, int]:
-    """Run -> its keep_last, of the namespace's runs that ended before `before`, the last that ended first."""
+def _runs_over(opened: Session, before: float, namespace: str) -> dict[str, PublicationConfig]:
+    """Run -> what it keeps, of the namespace's runs that ended before `before`, the last that ended first."""
     ended = col(Run.state).in_(queries.OVER), col(Run.ended_at) < before
     statement = select(Run).where(*ended, queries.judged_by(namespace))
     rows = opened.exec(statement.order_by(col(Run.ended_at).desc(), Run.id)).all()
-    return {row.id: int(row.config.get("publication", {}).get("keep_last", DEFAULT.keep_last)) for row in rows}
+    return {row.id: _kept(row.config.get("publication", {})) for row in rows}
+
+
+def _kept(publication: dict[str, Any]) -> PublicationConfig:
+    """Of a row that another build may have written."""
+    known = {name: publication[name] for name in ("keep_last", "keep_every") if name in publication}
+    return PublicationConfig.model_validate(known)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from activities.sandbox.owned import Owned
 from storage.objects import StoredObject, Upload
+from workflows.config import PublicationConfig
 from workflows.contracts import JanitorInput
 
 UNOWNED = "unowned"
@@ -48,12 +49,13 @@ def runs_of_pass(over: Sequence[str], turn: int, *, newest: int, others: int) ->
 
 
 def kept_versions(
-    published: Collection[int], *, in_use: Collection[int], evaluated: Collection[int], keep_last: int
+    published: Collection[int], *, in_use: Collection[int], evaluated: Collection[int], keep: PublicationConfig
 ) -> set[int]:
-    """Versions of a run that is over which stay: the newest `keep_last`, what an engine serves or may still be loading,
-    and what an evaluation speaks of."""
-    newest = sorted(published)[-keep_last:]
-    return set(newest) | (set(published) & (set(in_use) | set(evaluated)))
+    """Versions of a run that is over which stay: those that its configuration keeps, what an engine serves or may still
+    be loading, and what an evaluation speaks of."""
+    newest = set(sorted(published)[-keep.keep_last :])
+    for_good = {version for version in published if keep.keep_every and version % keep.keep_every == 0}
+    return newest | for_good | (set(published) & (set(in_use) | set(evaluated)))
 
 
 def unreferenced(stored: Iterable[StoredObject], referred: Collection[str], *, before: float) -> list[StoredObject]:

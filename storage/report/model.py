@@ -165,6 +165,7 @@ class PublicationPart(Part):
     digest: str
     bytes: int
     publish_latency_s: float
+    """From the update's end to the proof of the slowest engine."""
     seconds: dict[str, float]
     published_at: float
     loads: list[LoadPart]

@@ -15,10 +15,11 @@ from activities.generation.weights import WeightsCache
 from activities.publication.manifest import Manifest, listed_folder, read_manifest, weights_key, write_manifest
 from activities.publication.offers import Offers
 from storage.objects import ObjectStore
+from tests.conftest import bucket_of, s3_server
 from tests.generation.fakes import FakeEngine
 from tests.generation.worlds import CANARY_IDS, Publisher, told_to_serve, write_model
 from workflows.contracts import ApplyOutput, InFlight, KvPlan, RestInput, WeightChannel
-from workflows.errors import EngineError
+from workflows.errors import EngineError, StorageError
 
 
 @dataclass
@@ -197,6 +198,32 @@ async def test_an_engine_that_proves_nothing_again_and_again_is_started_anew(
             await asyncio.sleep(0.01)
     assert ended == ["local-e0"]
     assert world.engine.calls.count("/pause") == 2 + LOADS_IN_VAIN + 1
+
+
+async def test_a_store_that_dies_in_the_middle_of_a_download_costs_nothing_but_the_load(
+    database: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "s3").mkdir()
+    engine, home = FakeEngine(), tmp_path / "home"
+    told_to_serve(home, engine.info, write_model(tmp_path / "base", version=99, rows=1_000_000))
+    with s3_server(tmp_path / "s3") as (access, server):
+        store = bucket_of(access)
+        cache = WeightsCache(store, home / "weights")
+        loader = EngineLoader(engine.client(), store, cache, database, home, hold_s=0.2, come_back_s=0.5)
+        publisher = Publisher(store, tmp_path / "published")
+        first = publisher.message(engine.info, 0, publisher.publish(0, rows=1_000_000))
+        assert (await loader.apply(first)).proven
+        key = publisher.publish(1, rows=1_000_000)
+        slow = read_manifest(store, key).model_copy(update={"max_mbytes_per_s": 2})
+        write_manifest(store, key, slow)
+        load = asyncio.create_task(loader.apply(publisher.message(engine.info, 1, key)))
+        while not any(path.stat().st_size for path in home.glob("weights/*/*.part*")):
+            await asyncio.sleep(0.01)
+        server.kill()
+        with pytest.raises(StorageError) as caught:
+            await load
+        assert caught.value.retryable
+    assert (engine.label, engine.weights, engine.calls.count("/pause")) == ("r:0", 0, 1)
 
 
 def test_manifests_of_before_channels_are_read(world: World) -> None:

@@ -26,7 +26,7 @@ from tests.generation.policies import save_policy
 from tests.generation.vllm_server import Server, started
 from tests.generation.worlds import Publisher, loader_of
 from workflows.contracts import ApplyInput
-from workflows.errors import StorageError
+from workflows.errors import EngineError, StorageError
 
 pytestmark = pytest.mark.engine
 CONTEXT = 512
@@ -199,12 +199,27 @@ async def test_a_cancelled_request_is_dropped_by_the_engine(world: World) -> Non
     assert float(running.split()[-1]) == 0
 
 
-async def test_no_process_outlives_a_killed_server(server: Server) -> None:
+async def test_an_engine_killed_in_the_middle_of_a_load_serves_nothing_and_no_process_of_it_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = world.server
+    await world.loader.apply(world.message(0))
     session = os.getsid(server.process.pid)
     pid = int((server.home / "engines" / "local-e0.pid").read_text())
     assert pid == server.process.pid
     assert any("EngineCore" in line for line in _members(session))
-    os.kill(pid, signal.SIGKILL)
+    reload = server.client.reload
+
+    async def killed(folder: str) -> None:
+        os.kill(pid, signal.SIGKILL)
+        await reload(folder)
+
+    monkeypatch.setattr(server.client, "reload", killed)
+    with pytest.raises(EngineError) as caught:
+        await world.loader.apply(world.message(1))
+    assert caught.value.retryable
+    desired = world.loader.desired
+    assert desired is not None and (desired.message.version, desired.proof) == (1, None), "the keeper brings it back"
     assert await asyncio.to_thread(server.process.wait, 10) == -signal.SIGKILL
     async with asyncio.timeout(5):
         while any("EngineCore" in line for line in _members(session)):

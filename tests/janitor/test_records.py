@@ -10,6 +10,7 @@ from sqlalchemy import Engine
 from activities.janitor import records
 from activities.janitor.records import RecordJanitorActivities
 from activities.lineage.activities import LineageActivities
+from activities.publication.manifest import Delta, Manifest, weights_key, write_manifest
 from storage.database import session
 from storage.objects import ObjectStore
 from storage.tables import EngineLease, Run
@@ -118,6 +119,25 @@ async def test_of_a_run_that_is_over_stays_what_lineage_refers_to_and_the_rest_g
     assert run.left == stays
     assert report.removed == {"manifests": 5, "objects": 6} and report.bytes > 0 and not report.errors
     assert (await janitor.sweep()).removed == {}, "a second pass finds nothing"
+
+
+async def test_what_a_kept_version_is_made_from_stays_whatever_became_of_the_versions_before(
+    janitor: Janitor, database: Engine, object_store: ObjectStore
+) -> None:
+    run = MadeRun("r", object_store, database)
+    run.publish(0)
+    run.publish(1)
+    base, change = run.put("weights 0"), run.put("what changed")
+    delta = Delta(
+        key=change.key, bytes=change.bytes, sha256=change.sha256, base_sha256=base.sha256, base_digest="of version 0"
+    )
+    made = run.put("weights 1").model_copy(update={"key": base.key, "bytes": base.bytes, "deltas": [delta]})
+    key = weights_key("r", 1)
+    write_manifest(object_store, key, Manifest(kind="weights", run="r", version=1, step=1, files=[made]))
+    janitor.before = a_moment()
+    await janitor.sweep()
+    assert {"weights/v000001", "weights 0", "what changed"} <= run.left
+    assert not {"weights/v000000", "weights 1", "shared"} & run.left
 
 
 async def test_an_engine_that_has_gone_on_to_another_run_holds_nothing_back(

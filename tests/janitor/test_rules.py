@@ -15,6 +15,7 @@ from activities.janitor.rules import (
 )
 from activities.sandbox.owned import Owned
 from storage.objects import StoredObject, Upload
+from workflows.config import PublicationConfig
 from workflows.contracts import JanitorInput
 
 LIMITS = JanitorInput(sandbox_grace_s=100, unowned_grace_s=1000)
@@ -81,9 +82,11 @@ def test_every_run_comes_round_and_the_newest_come_always() -> None:
 
 
 def test_versions_in_use_evaluated_or_newest_stay_and_no_other() -> None:
-    assert kept_versions(range(6), in_use={1}, evaluated={0, 5}, keep_last=2) == {0, 1, 4, 5}
-    assert kept_versions(range(6), in_use={99}, evaluated=set(), keep_last=1) == {5}
-    assert kept_versions([], in_use={1}, evaluated={1}, keep_last=2) == set()
+    assert kept_versions(range(6), in_use={1}, evaluated={0, 5}, keep=PublicationConfig(keep_last=2)) == {0, 1, 4, 5}
+    assert kept_versions(range(6), in_use={99}, evaluated=set(), keep=PublicationConfig(keep_last=1)) == {5}
+    for_good = PublicationConfig(keep_last=1, keep_every=3)
+    assert kept_versions(range(8), in_use=set(), evaluated=set(), keep=for_good) == {0, 3, 6, 7}
+    assert kept_versions([], in_use={1}, evaluated={1}, keep=PublicationConfig(keep_last=2)) == set()
 
 
 def test_an_object_goes_when_nothing_refers_to_it_and_it_is_old() -> None:

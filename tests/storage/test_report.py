@@ -69,7 +69,7 @@ def test_every_figure_is_what_the_rows_add_up_to(report: Report) -> None:
     assert report.summary.sampled_tokens == 990 * 34
     (failure,) = report.failures
     assert failure.attempts == 6 and failure.why == "sandbox_lost: the daemon of host local went away"
-    assert len(report.publications) == 16 and report.publications[1].publish_latency_s == 0.51
+    assert len(report.publications) == 16 and report.publications[1].publish_latency_s == pytest.approx(0.51 + 0.3)
     unproven = [
         (item.version, load.engine, load.why) for item in report.publications for load in item.loads if load.why
     ]

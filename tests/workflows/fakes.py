@@ -47,6 +47,7 @@ from workflows.contracts import (
     ReleaseInput,
     ReserveBatchInput,
     ReserveBatchOutput,
+    RestInput,
     RunProgress,
     SandboxLease,
     ScoreInput,
@@ -57,6 +58,7 @@ from workflows.contracts import (
     SweepOutput,
     Swept,
     TaskRef,
+    Timing,
     TrainerInput,
     TrainerOutput,
     UpdateInput,
@@ -146,6 +148,11 @@ class World:
             await self.applying(message)
         self.version = message.version
         return ApplyOutput(engine=message.engine.name, version=message.version, proven=True, pause_s=0.1)
+
+    @activity.defn
+    async def rest(self, message: RestInput) -> Timing:
+        self._note("rest", message)
+        return Timing()
 
     @activity.defn
     async def pick_tasks(self, message: PickTasksInput) -> PickTasksOutput:

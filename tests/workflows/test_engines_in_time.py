@@ -11,7 +11,7 @@ from temporalio.client import Client, WorkflowFailureError
 
 from tests.workflows.fakes import World
 from tests.workflows.runs import eventually, run_json, start
-from workflows import policy_update
+from workflows import weight_sync
 from workflows.contracts import ApplyInput, RunState
 
 
@@ -19,7 +19,7 @@ async def test_an_engine_that_does_not_come_holds_nobody_up(
     temporal: Client, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two, one never answers for versions 1 and 2, and does for 3."""
-    monkeypatch.setattr(policy_update, "LATE", timedelta(milliseconds=200))
+    monkeypatch.setattr(weight_sync, "LATE", timedelta(milliseconds=200))
     world.engines = ["h-e0", "h-e1"]
     never = asyncio.Event()
 

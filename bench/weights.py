@@ -1,0 +1,405 @@
+"""New weights on two engines under load: `python -m bench.weights [--sizes 0.5,10,135] [--rounds N] [--quick]`.
+
+For each size of model, each channel and each plan for what is in flight: one optimizer step of Adam's size at the given
+learning rate, the publication by the real activity, the load by the real loader on both engines at once, while eight
+requests are always in flight on each. Printed beside a plain restart of an engine with the new weights, as people do
+it. The last line is JSON; per size `pause_share` (median pause over publish latency, channel s3, full set),
+`restart_over_pause`, and `delta_share` (bytes of a delta over those of the full set, bfloat16).
+
+- bytes: what was uploaded or handed out for the version.
+- latency: from the end of the update to the last engine's proof; export, delta, upload, download, load, prove are its
+  parts, the longest of the engines.
+- pause: how long an engine made no token, the longer of the two.
+- lost: sampled tokens that were thrown away. dip: how much slower the engines were while the version came to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import torch
+from temporalio.testing import ActivityEnvironment
+
+from activities.generation.engine import EngineClient
+from activities.generation.loader import EngineLoader, OfferSource
+from activities.generation.server import EngineSpec
+from activities.generation.serving import serve
+from activities.generation.weights import WeightsCache
+from activities.publication.activities import PublicationActivities
+from activities.publication.offers import FOLDER, UNIX, Offers, OfferServer
+from activities.training.engine import Trainer
+from activities.training.work import Work
+from bench.measure import finish, median_of, say, table
+from storage.database import open_database, session
+from storage.migrations import migrate
+from storage.objects import ObjectStore
+from storage.tables import Run
+from workflows.config import RunConfig
+from workflows.contracts import ApplyInput, ApplyOutput, EngineInfo, InFlight, PublishInput, PublishOutput
+from workflows.errors import EngineError, StorageError
+
+SHAPES = {0.5: (96, 2, 1000), 10.0: (320, 6, 4096), 135.0: (576, 30, 49152)}
+"""Hidden size, layers and vocabulary by millions of parameters; the last is SmolLM2's."""
+IN_FLIGHT = 8
+CONTEXT = 1024
+ANSWER = 256
+SAMPLED = "vllm:generation_tokens_total"
+PROBES = 2
+"""Tokens that a load itself samples, for its proof."""
+RATE_S = 2.0
+"""For how long the engines' undisturbed pace is measured before each version."""
+WAYS: dict[str, dict[str, Any]] = {
+    "s3, full": {"weight_channel": "s3"},
+    "s3, delta": {"weight_channel": "s3", "publication": {"full_every": 1000}},
+    "direct": {"weight_channel": "direct", "publication": {"store_every": 1000}},
+    "colocated": {"weight_channel": "colocated", "mode": "sync", "publication": {"store_every": 1000}},
+}
+PARTS = ("export", "delta", "upload", "offer", "download", "drain", "load", "prove")
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.5,10,135", help="millions of parameters, of 0.5, 10 and 135")
+    parser.add_argument("--rounds", type=int, default=3, help="versions per row, of which the medians are given")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--quick", action="store_true", help="one version of the smallest model per row")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.sizes, options.rounds = "0.5", 1
+    options.sizes = [float(size) for size in options.sizes.split(",")]
+    if unknown := set(options.sizes) - SHAPES.keys():
+        parser.error(f"--sizes: {unknown} not among {sorted(SHAPES)}")
+    return options
+
+
+def save_model(folder: Path, *, seed: int, size: float) -> None:
+    """A random Qwen3 of `size` million parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, vocabulary = SHAPES[size]
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=1536 if size > 100 else 3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=max(1, hidden // 192),
+        head_dim=64,
+        max_position_embeddings=2 * CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+class Held:
+    """In place of the trainer's service: a trainer that holds whatever state is asked for."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._masters = [item.detach().float().clone() for item in trainer.module.parameters()]
+
+    async def call(self, function: Callable[[Work], Any]) -> Any:
+        return await asyncio.to_thread(function, Work())
+
+    def at(self, checkpoint: str, config: RunConfig, work: Work) -> Trainer:
+        return self.trainer
+
+    def step(self, learning_rate: float) -> None:
+        """What one step of Adam does at most: each weight by the learning rate, up or down, in float32."""
+        with torch.no_grad():
+            for parameter, master in zip(self.trainer.module.parameters(), self._masters, strict=True):
+                master.add_(torch.empty_like(master).bernoulli_(0.5).mul_(2).sub_(1), alpha=learning_rate)
+                parameter.copy_(master)
+
+
+@dataclass
+class Traffic:
+    """Requests on every engine, always as many; what they have made and what was thrown away."""
+
+    clients: list[EngineClient]
+    vocabulary: int
+    made: int = 0
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @asynccontextmanager
+    async def flowing(self) -> AsyncIterator[None]:
+        self._stop = asyncio.Event()
+        players = [
+            asyncio.create_task(self._play(client, 1000 * index + number))
+            for index, client in enumerate(self.clients)
+            for number in range(IN_FLIGHT)
+        ]
+        try:
+            yield
+        finally:
+            self._stop.set()
+            await asyncio.gather(*players)
+
+    async def rate(self, seconds: float) -> float:
+        """Tokens per second of all engines, measured for so long."""
+        made = self.made
+        await asyncio.sleep(seconds)
+        return (self.made - made) / seconds
+
+    async def _play(self, client: EngineClient, number: int) -> None:
+        while not self._stop.is_set():
+            number += IN_FLIGHT
+            prompt, left = [(number + 7 * index) % self.vocabulary for index in range(64)], ANSWER
+            while left > 0 and not self._stop.is_set():
+                try:
+                    answer = await client.generate(
+                        prompt, temperature=1.0, max_tokens=min(left, 32), seed=number, stop_token_ids=[]
+                    )
+                except EngineError:
+                    # Cut before its first token: nothing is lost, and nothing is made.
+                    continue
+                prompt, left = prompt + answer.token_ids, left - len(answer.token_ids)
+                self.made += len(answer.token_ids)
+
+
+@dataclass
+class BenchEngine:
+    """A real engine; `seconds` is what its start took, with its model's weights."""
+
+    home: Path
+    model: Path
+    client: EngineClient
+    seconds: float
+
+
+@asynccontextmanager
+async def engine(home: Path, model: Path, name: str, dtype: str) -> AsyncIterator[BenchEngine]:
+    """Started by the launcher, as the supervisor does it; ended with the block."""
+    (home / "logs").mkdir(parents=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"RATCHET_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    client = EngineClient(EngineInfo(name=name, host="local", url=f"http://127.0.0.1:{port}"))
+    argv = [sys.executable, "-m", "workers.engine", "--name", name, "--port", str(port)]
+    with (home / "logs" / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(argv, env=environment, stdout=log, stderr=log, start_new_session=True)
+    began = time.monotonic()
+    try:
+        await serve(client, EngineSpec.of(str(model), context_length=CONTEXT, dtype=dtype), home, wait_s=600)
+        yield BenchEngine(home, model, client, time.monotonic() - began)
+    finally:
+        await client.close()
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving_s3(home: Path) -> Iterator[ObjectStore]:
+    """A real S3 server on a folder of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    access, secret = secrets.token_hex(8), secrets.token_hex(16)
+    (home / "s3" / "bench").mkdir(parents=True)
+    argv = [str(Path(sys.executable).parent / "rclone"), "serve", "s3", "--addr", address]
+    argv += ["--auth-key", f"{access},{secret}", str(home / "s3")]
+    server = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    store = ObjectStore.connect(
+        endpoint=f"http://{address}", bucket="bench", region="us-east-1", access_key=access, secret_key=secret
+    )
+    try:
+        while not _answers(store):
+            time.sleep(0.1)
+        yield store
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(store: ObjectStore) -> bool:
+    try:
+        store.put("probe", b"")
+    except StorageError:
+        return False
+    return True
+
+
+@dataclass
+class Bench:
+    """Two engines that serve one model in one dtype, with the trainer of it and a store."""
+
+    size: float
+    dtype: str
+    home: Path
+    store: ObjectStore
+    engines: list[BenchEngine]
+    options: argparse.Namespace
+    runs: int = 0
+
+    def __post_init__(self) -> None:
+        migrate(f"sqlite:///{self.home / 'rows.db'}")
+        self.database = open_database(f"sqlite:///{self.home / 'rows.db'}")
+        training = self.config("s3, full").training
+        self.held = Held(Trainer(self.engines[0].model, training, seed=0))
+        self.offers = self.home / "spool" / FOLDER
+        self.address = f"{UNIX}{self.home / 'o'}"
+
+    def config(self, way: str) -> RunConfig:
+        training = {"dtype": self.dtype, "deepspeed": {"zero_optimization": {"stage": 0}}}
+        return RunConfig.model_validate({"model": str(self.engines[0].model), "training": training, **WAYS[way]})
+
+    async def row(self, way: str, in_flight: InFlight) -> dict[str, float]:
+        """The medians of some versions over one way, under one plan."""
+        config, traffic = self.config(way), Traffic([item.client for item in self.engines], SHAPES[self.size][2])
+        self.runs += 1
+        run, rounds = f"r{self.runs}", list[dict[str, float]]()
+        with session(self.database) as opened:
+            opened.add(Run(id=run, state="running", mode="sync", seed=0, started_at=time.time()))
+        publication = PublicationActivities(self.held, self.store, self.database, self.home / "spool")  # type: ignore[arg-type]
+        source = OfferSource(self.address, self.offers)
+        loaders = [
+            EngineLoader(
+                item.client,
+                self.store,
+                WeightsCache(self.store, item.home / "weights"),
+                self.database,
+                item.home,
+                source,
+                hold_s=0.2,
+            )
+            for item in self.engines
+        ]
+        bring = partial(self._bring, publication, loaders, run, config, in_flight)
+        # The first version has none before it, and the engines have none of this run.
+        await bring(0)
+        sampled = await _sampled(self.engines)
+        async with traffic.flowing():
+            for number in range(1, self.options.rounds + 1):
+                self.held.step(self.options.learning_rate)
+                before = await traffic.rate(RATE_S)
+                made, began = traffic.made, time.monotonic()
+                published, outs = await bring(number)
+                latency = time.monotonic() - began
+                during = (traffic.made - made) / latency
+                offered = max((path.stat().st_size for path in self.offers.glob("*")), default=0)
+                rounds.append(
+                    {
+                        "MB": (published.bytes or offered) / 1e6,
+                        "latency": latency,
+                        "pause": max(out.pause_s for out in outs),
+                        "dip": 1 - during / before if before else 0.0,
+                        **{name: _part(name, published, outs) for name in PARTS},
+                    }
+                )
+        probes = PROBES * len(self.engines) * self.options.rounds
+        lost = await _sampled(self.engines) - sampled - traffic.made - probes
+        found = median_of(rounds) | {"lost": lost}
+        say(f"{self.size:g} M, {way}, {in_flight}: latency {found['latency']:.2f} s, pause {found['pause']:.3f} s")
+        return found
+
+    async def _bring(
+        self,
+        publication: PublicationActivities,
+        loaders: list[EngineLoader],
+        run: str,
+        config: RunConfig,
+        in_flight: InFlight,
+        version: int,
+    ) -> tuple[PublishOutput, list[ApplyOutput]]:
+        asked = PublishInput(
+            run=run, config=config.model_dump(mode="json"), version=version, step=version, checkpoint="held"
+        )
+        published: PublishOutput = await ActivityEnvironment().run(publication.publish, asked)
+        message = ApplyInput(
+            run=run,
+            engine=self.engines[0].client.info,
+            version=version,
+            manifest=published.manifest,
+            in_flight=in_flight,
+        )
+        outs = await asyncio.gather(
+            *(loader.apply(message.model_copy(update={"engine": loader.client.info})) for loader in loaders)
+        )
+        if why := [out.why for out in outs if out.why]:
+            raise SystemExit(f"{run}: {why[0]}")
+        return published, list(outs)
+
+
+async def _sampled(engines: Sequence[BenchEngine]) -> float:
+    """Tokens that the engines say they have sampled."""
+    async with httpx.AsyncClient() as http:
+        pages = [(await http.get(f"{item.client.info.url}/metrics")).text for item in engines]
+    lines = [line for page in pages for line in page.splitlines() if line.startswith(SAMPLED)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _part(name: str, published: PublishOutput, outs: list[ApplyOutput]) -> float:
+    """Seconds of one part of the latency: of the publication, or of the slower engine."""
+    return published.seconds.get(name) or max(out.seconds.get(name, 0.0) for out in outs)
+
+
+async def measure(size: float, options: argparse.Namespace) -> tuple[list[Sequence[object]], dict[str, float]]:
+    """Rows of the table and the ratios of one size."""
+    rows, ratios = list[Sequence[object]](), dict[str, float]()
+    for dtype, ways, plans in (
+        ("float32", ("s3, full", "direct", "colocated"), tuple(InFlight)),
+        ("bfloat16", ("s3, full", "s3, delta"), (InFlight.KEEP,)),
+    ):
+        with tempfile.TemporaryDirectory(prefix="ratchet-weights-") as name, serving_s3(Path(name)) as store:
+            home = Path(name)
+            save_model(home / "model", seed=0, size=size)
+            async with AsyncExitStack() as stack:
+                engines = [
+                    await stack.enter_async_context(
+                        engine(home / f"e{index}", home / "model", f"local-e{index}", dtype)
+                    )
+                    for index in range(2)
+                ]
+                bench = Bench(size, dtype, home, store, engines, options)
+                with OfferServer(bench.address, Offers(bench.offers)):
+                    found = {(way, plan): await bench.row(way, plan) for way in ways for plan in plans}
+                bench.held.trainer.close()
+                restart_s = median(item.seconds for item in engines)
+        for (way, plan), figures in found.items():
+            parts = [figures[part] for part in PARTS]
+            label = f"{way}, {dtype}"
+            rows.append((f"{size:g} M", label, plan, figures["MB"], figures["latency"], *parts, figures["pause"]))
+            rows[-1] = (*rows[-1], int(figures["lost"]), f"{figures['dip']:.0%}")
+        rows.append((f"{size:g} M", f"restart, {dtype}", "-", "-", restart_s, *["-"] * len(PARTS), restart_s, "-", "-"))
+        if dtype == "float32":
+            full = [found["s3, full", plan] for plan in plans]
+            ratios["pause_share"] = median(item["pause"] / item["latency"] for item in full)
+            ratios["restart_over_pause"] = restart_s / median(item["pause"] for item in full)
+        else:
+            ratios["delta_share"] = found["s3, delta", InFlight.KEEP]["MB"] / found["s3, full", InFlight.KEEP]["MB"]
+    return rows, ratios
+
+
+def main() -> None:
+    options = arguments()
+    rows, told = list[Sequence[object]](), dict[str, object]()
+    for size in options.sizes:
+        more, ratios = asyncio.run(measure(size, options))
+        rows += more
+        told |= {f"{name}_{size:g}m": round(value, 4) for name, value in ratios.items()}
+    print(table(("model", "way", "in flight", "MB", "latency", *PARTS, "pause", "lost", "dip"), rows))
+    finish(told)
+
+
+if __name__ == "__main__":
+    main()
