@@ -66,7 +66,7 @@ RATE_S = 2.0
 """For how long the engines' undisturbed pace is measured before each version."""
 WAYS: dict[str, dict[str, Any]] = {
     "s3, full": {"weight_channel": "s3"},
-    "s3, delta": {"weight_channel": "s3", "publication": {"full_every": 1000}},
+    "s3, delta": {"weight_channel": "s3", "publication": {"full_every": 100}},
     "direct": {"weight_channel": "direct", "publication": {"store_every": 1000}},
     "colocated": {"weight_channel": "colocated", "mode": "sync", "publication": {"store_every": 1000}},
 }
@@ -260,7 +260,7 @@ class Bench:
         self.address = f"{UNIX}{self.home / 'o'}"
 
     def config(self, way: str) -> RunConfig:
-        training = {"dtype": self.dtype, "deepspeed": {"zero_optimization": {"stage": 0}}}
+        training = {"dtype": self.dtype, "deepspeed": {"zero_optimization": {"stage": 1}}}
         return RunConfig.model_validate({"model": str(self.engines[0].model), "training": training, **WAYS[way]})
 
     async def row(self, way: str, in_flight: InFlight) -> dict[str, float]:

@@ -69,6 +69,8 @@ SERVE = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 5))
 TASK_TIMEOUT = timedelta(seconds=5)
 """What a started workflow task may take, some milliseconds as a rule: a worker that dies with one in hand holds the
 workflow up for so long. The server's own default is twice that."""
+REST = Policy(timedelta(seconds=30), timedelta(seconds=15), _retry(0.5, 5, 3), timedelta(minutes=1))
+"""An engine that does not answer is no reason to wait: it uses nothing."""
 APPLY = Policy(timedelta(minutes=10), timedelta(seconds=15), _retry(1, 10, 10))
 
 

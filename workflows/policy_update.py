@@ -175,9 +175,9 @@ async def update(run: str, carry: Carry, say: Say) -> bool:
     )
     carry.pool.left_out(out.dropped)
     if out.void:
-        _note_void(carry, out.void)
         if carry.config.weight_channel is WeightChannel.COLOCATED:
             await apply_to_all(run, carry, carry.policy_version, say)
+        _note_void(carry, out.void)
         return False
     carry.void_batches = 0
     carry.batch_opened_at = next_opened_at

@@ -83,16 +83,17 @@ async def apply_to_all(run: str, carry: Carry, version: int, say: Say) -> list[s
     known_late, carry.late_engines = carry.late_engines, []
     # Those that were late come last: the others do not wait for them.
     engines = sorted(engines, key=lambda engine: engine.name in known_late)
-    at_once, limit, found = len(engines) // 2, FIRST_TURN, dict[str, str]()
+    # The end of what is in flight belongs to a load that waits for it.
+    drain = timedelta(seconds=carry.config.rollout.generate_timeout_s if _waits(carry.config) else 0)
+    at_once, limit, found = len(engines) // 2, FIRST_TURN + drain, dict[str, str]()
     for first in range(0, len(engines), at_once):
         turn, began = engines[first : first + at_once], workflow.now()
         late_before = list(carry.late_engines)
-        known = all(engine.name in known_late for engine in turn) and not all(found.values())
-        whys = await _apply_to(run, carry, turn, version, known_late, say, limit=LATE_AGAIN if known else limit)
+        whys = await _apply_to(run, carry, turn, version, known_late, say, limit=limit)
         carry.late_engines = late_before + carry.late_engines
         found |= {engine.name: why for engine, why in zip(turn, whys, strict=True)}
         if not all(whys):
-            limit = max(LATE, 2 * (workflow.now() - began))
+            limit = max(LATE, 2 * (workflow.now() - began)) + drain
     return [found[engine.name] for engine in carry.opened.engines]
 
 
@@ -145,8 +146,11 @@ async def _apply_to(
 
 def _apply_policy(config: RunConfig) -> policies.Policy:
     """With room for the end of what is in flight where the load waits for it."""
-    waits = config.publication.in_flight is InFlight.FINISH
-    return policies.APPLY.lasting(config.rollout.generate_timeout_s) if waits else policies.APPLY
+    return policies.APPLY.lasting(config.rollout.generate_timeout_s) if _waits(config) else policies.APPLY
+
+
+def _waits(config: RunConfig) -> bool:
+    return config.publication.in_flight is InFlight.FINISH
 
 
 async def _apply(run: str, carry: Carry, engine: EngineInfo, version: int) -> str:
@@ -175,17 +179,22 @@ async def _apply(run: str, carry: Carry, engine: EngineInfo, version: int) -> st
 
 
 async def rest(run: str, carry: Carry, say: Say) -> None:
-    """Engines that share the trainer's device give it up; the next `apply` wakes them."""
+    """Engines that share the trainer's device give it up; the next `apply` wakes them. One that does not answer holds
+    nobody up: it makes nothing."""
     say("the engines rest")
     resting = [
         policies.start(
             "rest",
             RestInput(run=run, engine=engine),
             Timing,
-            policies.CLEAN_UP,
+            policies.REST,
             summary=f"{engine.name} rests",
             queue=engine_queue(engine.host),
         )
         for engine in carry.opened.engines
     ]
-    await asyncio.gather(*resting)
+    for engine, done in zip(carry.opened.engines, await asyncio.gather(*resting, return_exceptions=True), strict=True):
+        if isinstance(done, ActivityError) and not is_cancelled_exception(done):
+            say(f"{engine.name} does not rest: {sentence(done)}")
+        elif isinstance(done, BaseException):
+            raise done

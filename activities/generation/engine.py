@@ -23,6 +23,8 @@ from workflows.errors import EngineError
 
 GENERATE_PATH = "/inference/v1/generate"
 GENERATE_S = 600.0
+DRAIN_S = 1860.0
+"""Longest wait for the end of what is in flight: a little more than one answer may take."""
 CONTROL_S = 300.0
 """Longest pause, reload or score: a load of a large model."""
 ASK_S = 5.0
@@ -199,7 +201,7 @@ class EngineClient:
         """Begin nothing new, and return once what is in flight has ended, was cut or is frozen. Frozen requests go on
         with what the cache holds of them, unless it is dropped. Doing it twice is one pause."""
         params = {"mode": PAUSES[in_flight], "clear_cache": "true" if kv is KvPlan.DROP else "false"}
-        await self._call("POST", "/pause", params=params, read_s=GENERATE_S)
+        await self._call("POST", "/pause", params=params, read_s=DRAIN_S)
 
     async def resume(self) -> None:
         await self._call("POST", "/resume", read_s=CONTROL_S)
@@ -220,17 +222,19 @@ class EngineClient:
         info = {"source": source, "digest": digest, "size": size, "bytes_per_s": bytes_per_s}
         await self._call("POST", "/update_weights", json={"update_info": info})
 
-    async def staged(self) -> bool:
-        """Whether what was begun last lies verified in the engine's memory. Raises EngineError, retryable, where it
-        failed."""
+    async def staged(self, digest: str) -> tuple[bool, str]:
+        """(whether these weights lie verified in the engine's memory, why they never will)."""
         told = await self._rpc("ratchet_staged")
         with self._reading():
-            if told["failed"]:
-                raise EngineError(f"{self.info.name}: weights did not arrive: {told['failed']}")
-            return bool(told["ready"])
+            if told["digest"] not in ("", digest):
+                return False, f"others are being staged, {told['digest'][:12]}"
+            return bool(told["ready"]), str(told["failed"])
 
-    async def swap(self) -> None:
-        """Exchange the weights of the paused engine for the staged ones."""
+    async def swap(self, digest: str) -> None:
+        """Exchange the weights of the paused engine for the staged ones, which are of this sha256."""
+        ready, why = await self.staged(digest)
+        if not ready:
+            raise EngineError(f"{self.info.name}: no weights to exchange: {why}")
         await self._call("POST", "/finish_weight_update", json={}, read_s=CONTROL_S)
 
     async def rest(self) -> None:

@@ -50,6 +50,8 @@ COME_BACK_S = 180.0
 """How long a load waits for an engine that restarts."""
 LOOK_EVERY_S = 0.5
 STAGED_EVERY_S = 0.02
+STAGE_S = 540.0
+"""How long weights may take from the trainer's machine."""
 
 Result = TypeVar("Result")
 Exchange = Callable[[], Coroutine[Any, Any, None]]
@@ -108,20 +110,50 @@ class EngineLoader:
         `proven` False is a load that the engine could not prove. Raises EngineError or StorageError where there was
         none: the engine then serves what it served, or nothing.
         """
+        # First: the keeper brings this version to an engine that answers when nobody waits for it any more.
+        self._ask_for(message)
         async with self.lock:
-            before = self.desired
-            last = before.last if before else None
-            proof = before.proof if before and before.message == message else None
-            if proof is None:
-                # First: the keeper brings this version to an engine that answers when nobody waits for it any more.
-                Desired(message=message, last=last).write(self._home)
+            # Whoever was before may have asked for another.
+            before = self._ask_for(message)
             label = await self._answering()
-            if proof is not None and label == _label(message):
-                await self.client.wake()
-                await self._record(message, proof)
-                return proof
-            Desired(message=message, last=last).write(self._home)
-            return await self._bring(message, last, label)
+            if before.asleep:
+                await self._wake()
+            if before.proof is not None and label == _label(message):
+                await self._record(message, before.proof)
+                return before.proof
+            self._told(message, proof=None)
+            return await self._bring(message, before.last, label)
+
+    async def rest(self) -> None:
+        """Have the engine give its device up, until `apply`."""
+        async with self.lock:
+            if desired := self.desired:
+                desired.model_copy(update={"asleep": True, "resting": True}).write(self._home)
+            await self.client.rest()
+
+    async def _wake(self) -> None:
+        await self.client.wake()
+        if desired := self.desired:
+            desired.model_copy(update={"asleep": False}).write(self._home)
+
+    def _ask_for(self, message: ApplyInput) -> Desired:
+        """What is desired from now on; with the proof of this very message, if there is one."""
+        before = self.desired
+        proof = before.proof if before and before.message == message else None
+        changes = {"message": message, "proof": proof, "resting": False}
+        desired = before.model_copy(update=changes) if before else Desired(message=message)
+        if desired != before:
+            desired.write(self._home)
+        return desired
+
+    def _told(self, message: ApplyInput, *, proof: ApplyOutput | None, last: Shown | None = None) -> None:
+        """Note what a load of `message` came to, unless another version was asked for meanwhile."""
+        desired = self.desired
+        if desired is not None and desired.message == message:
+            changes: dict[str, object] = {"proof": proof} | ({"last": last} if last else {})
+            desired.model_copy(update=changes).write(self._home)
+        elif desired is not None and last is not None:
+            desired.model_copy(update={"last": last}).write(self._home)
 
     async def _bring(self, message: ApplyInput, last: Shown | None, label: str) -> ApplyOutput:
         spec = read_spec(self._home, self.client.info.name)
@@ -131,13 +163,14 @@ class EngineLoader:
         manifest = await asyncio.to_thread(read_manifest, self._store, message.manifest)
         if manifest.version != message.version or manifest.canary is None:
             raise StorageError(f"{message.manifest}: not version {message.version} with a canary", retryable=False)
-        if manifest.channel is WeightChannel.COLOCATED:
-            await self.client.wake()
         async with self._at_hand(manifest, Path(spec.model)) as exchange:
             downloaded = time.monotonic()
+            plan = message
             if not _settled(label):
                 await self._disown()
-            drain_s, pause_s = await _uninterrupted(self._swap(message, label, exchange))
+                # An interrupted proof has put the canary into the cache under the salt of this version.
+                plan = message.model_copy(update={"kv": KvPlan.DROP})
+            drain_s, pause_s = await _uninterrupted(self._swap(plan, label, exchange))
         swapped = time.monotonic()
         shown = await self._show(manifest, message)
         why = judge(manifest, shown, last, spec.dtype, message.kv)
@@ -160,7 +193,7 @@ class EngineLoader:
             await self._record(message, out)
             await self._disown()
             return out
-        Desired(message=message, proof=out, last=shown).write(self._home)
+        self._told(message, proof=out, last=shown)
         await self.client.set_label(_label(message))
         await self._record(message, out)
         return out
@@ -169,16 +202,16 @@ class EngineLoader:
     async def _at_hand(self, manifest: Manifest, model: Path) -> AsyncIterator[Exchange]:
         """The manifest's weights, verified, on this machine. `model` is the folder that the engine was started with.
 
-        Raises what WeightsCache.verified raises, and EngineError (retryable) where the trainer's machine does not hand
-        them out and they are not in the object store."""
+        Raises what WeightsCache.verified raises, and StorageError (retryable) where the trainer's machine does not hand
+        them out and they are not in the object store: the engine is not at fault, and serves what it serves."""
         if manifest.channel is not WeightChannel.S3:
             try:
                 await self._stage(manifest, model)
-            except EngineError:
+            except StorageError:
                 if not manifest.stored:
                     raise
             else:
-                yield self.client.swap
+                yield partial(self.client.swap, manifest.weights_file.sha256)
                 return
         async with self._weights.verified(manifest, model) as (folder, _):
             yield partial(self.client.reload, str(folder))
@@ -189,10 +222,19 @@ class EngineLoader:
         if manifest.channel is WeightChannel.COLOCATED:
             path = Offers(self._offers.folder).path(file.sha256)
             if not path.is_file():
-                raise EngineError(f"{path}: not there; weight_channel colocated needs the trainer on this machine")
+                raise StorageError(f"{path}: not there; weight_channel colocated needs the trainer on this machine")
             source = f"{FILE}{path}"
-        await self.client.stage(source, digest=file.sha256, size=file.bytes, bytes_per_s=1e6 * manifest.max_mbytes_per_s)
-        while not await self.client.staged():
+        await self.client.stage(
+            source, digest=file.sha256, size=file.bytes, bytes_per_s=1e6 * manifest.max_mbytes_per_s
+        )
+        deadline = time.monotonic() + STAGE_S
+        while True:
+            ready, why = await self.client.staged(file.sha256)
+            if ready:
+                return
+            if why or time.monotonic() > deadline:
+                why = why or f"not there after {STAGE_S:.0f} s"
+                raise StorageError(f"{self.client.info.name}: the weights did not arrive from {source}: {why}")
             await asyncio.sleep(STAGED_EVERY_S)
 
     async def _swap(self, message: ApplyInput, label: str, exchange: Exchange) -> Swapped:
@@ -203,7 +245,8 @@ class EngineLoader:
         began = paused = time.monotonic()
         try:
             if message.in_flight is InFlight.FINISH:
-                if (policy := parse_policy_label(label)) and policy[2]:
+                # Asked again: an engine that restarted meanwhile carries no label that it could go on with.
+                if (policy := parse_policy_label(label)) and policy[2] and await self.client.label() == label:
                     await self.client.set_label(policy_label(*policy[:2], closing=True))
                 await self.client.pause(message.in_flight, message.kv)
                 paused = time.monotonic()

@@ -101,8 +101,7 @@ class EngineActivities:
     async def rest(self, message: RestInput) -> Timing:
         """Have the engine give its device to the trainer until the next `apply`. Raises EngineError."""
         began, loader = time.monotonic(), self.loader(message.engine)
-        async with loader.lock:
-            await loader.client.rest()
+        await loader.rest()
         return Timing(run_s=time.monotonic() - began)
 
 
@@ -131,9 +130,10 @@ class EngineKeeper:
         backoff, in_vain = FIRST_BACKOFF_S, 0
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            message = await self._lost(loader)
+            message, serves = await self._lost(loader)
             if message is None:
-                backoff, in_vain = FIRST_BACKOFF_S, 0
+                # Only what was seen to serve has got over its faults: one that is being loaded has not yet.
+                backoff, in_vain = (FIRST_BACKOFF_S, 0) if serves else (backoff, in_vain)
                 continue
             name = loader.client.info.name
             log.info("%s lost version %d of %s: loading it again", name, message.version, message.run)
@@ -156,14 +156,16 @@ class EngineKeeper:
                 async with loader.lock:
                     end_server(self._home, name)
 
-    async def _lost(self, loader: EngineLoader) -> ApplyInput | None:
-        """What the engine should serve and does not; None while it does, is being loaded, or does not answer."""
+    async def _lost(self, loader: EngineLoader) -> tuple[ApplyInput | None, bool]:
+        """(what the engine should serve and does not, whether it serves what it should); nothing and False while it
+        rests, is being loaded, or does not answer."""
         desired = loader.desired
-        if desired is None or loader.lock.locked():
-            return None
+        if desired is None or desired.resting or loader.lock.locked():
+            return None, False
         with suppress(EngineError):
             label = await loader.client.label()
+            serves = label == policy_label(desired.message.run, desired.message.version) and not desired.asleep
             # A load may have begun while the engine was asked.
-            if label != policy_label(desired.message.run, desired.message.version) and not loader.lock.locked():
-                return desired.message
-        return None
+            if not loader.lock.locked():
+                return (None if serves else desired.message), serves
+        return None, False

@@ -49,6 +49,10 @@ class Desired(Message):
     proof: ApplyOutput | None = None
     last: Shown | None = None
     """What the engine showed of the last version that it has proven."""
+    asleep: bool = False
+    """It may have given its device up, and nothing has woken it since."""
+    resting: bool = False
+    """So it should stay for now: the trainer has the device."""
 
     @staticmethod
     def path(home: Path, engine: str) -> Path:
@@ -78,7 +82,10 @@ def judge(manifest: Manifest, shown: Shown, last: Shown | None, dtype: str, kv: 
         return "" if last.parameters == shown.parameters else "the same weights gave other parameters than before"
     if last.canary.token_ids == shown.canary.token_ids and last.logprobs == shown.logprobs:
         moved = max(_differences(last.canary.logprobs, shown.canary.logprobs), default=0.0)
-        return "the canary is what it was under the version before" if moved > NOISE[dtype] else ""
+        if moved > NOISE[dtype]:
+            return "the canary is what it was under the version before"
+        if last.parameters == shown.parameters:
+            return "the parameters are those of the version before"
     return ""
 
 

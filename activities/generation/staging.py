@@ -30,7 +30,7 @@ class Staging:
     """One set of weights: begun with the object, `ready` once verified, or `failed` with the reason."""
 
     def __init__(self, source: str, digest: str, size: int, bytes_per_s: float = 0.0) -> None:
-        self._source, self._digest, self._size, self._bytes_per_s = source, digest, size, bytes_per_s
+        self._source, self.digest, self._size, self._bytes_per_s = source, digest, size, bytes_per_s
         self._buffer: bytearray | mmap.mmap | None = None
         self._dropped = threading.Event()
         self.failed = ""
@@ -65,7 +65,8 @@ class Staging:
     def _run(self) -> None:
         try:
             buffer = self._mapped() if self._source.startswith(FILE) else self._received()
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except Exception as error:
+            # Whatever it is, somebody waits for the word: memory that is not there, a peer that talks nonsense.
             self.failed = f"{type(error).__name__} {error}"
             return
         if not self._dropped.is_set():
@@ -84,7 +85,7 @@ class Staging:
     def _received(self) -> bytearray:
         connection = _connection(self._source)
         try:
-            connection.request("GET", f"/{self._digest}")
+            connection.request("GET", f"/{self.digest}")
             answer = connection.getresponse()
             if answer.status != 200:
                 raise ValueError(f"{self._source} answers {answer.status} {answer.reason}")
@@ -106,8 +107,8 @@ class Staging:
             raise ValueError("not wanted any more")
 
     def _verify(self, size: int, digest: str) -> None:
-        if size != self._size or digest != self._digest:
-            raise ValueError(f"{size} bytes of sha256 {digest[:12]}, not {self._size} of {self._digest[:12]}")
+        if size != self._size or digest != self.digest:
+            raise ValueError(f"{size} bytes of sha256 {digest[:12]}, not {self._size} of {self.digest[:12]}")
 
 
 def read_header(buffer: bytearray | mmap.mmap) -> tuple[dict[str, Any], int]:

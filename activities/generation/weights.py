@@ -92,11 +92,19 @@ class WeightsCache:
         return {sha256: path for sha256, path in places.items() if path.is_file()}
 
     async def _prune(self) -> None:
-        ordered = sorted(self._folder.iterdir(), key=lambda item: item.stat().st_mtime, reverse=True)
+        ordered = sorted(self._folder.iterdir(), key=_written_at, reverse=True)
         for folder in [item for item in ordered[KEEP:] if self._users[item.name] <= 0]:
             async with self._locks[folder.name]:
                 if self._users[folder.name] <= 0:
                     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _written_at(folder: Path) -> float:
+    """0.0 for one that went meanwhile, with another engine's prune."""
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _name(digest: str) -> str:

@@ -43,11 +43,11 @@ class WorkerExtension:
         return {}
 
     def ratchet_staged(self) -> dict[str, Any]:
-        """`{"ready": bool, "failed": why}` of what is being staged."""
+        """`{"ready": bool, "failed": why, "digest": sha256}` of what is being staged."""
         staging = self.weight_transfer_engine.staging
         if staging is None:
-            return {"ready": False, "failed": "nothing is being staged"}
-        return {"ready": staging.ready, "failed": staging.failed}
+            return {"ready": False, "failed": "nothing is being staged", "digest": ""}
+        return {"ready": staging.ready, "failed": staging.failed, "digest": staging.digest}
 
     def ratchet_routed(self, request_id: str = "", start: int = 0, stop: int = 0) -> dict[str, Any]:
         """`{"experts": text}`: base64 of a .npy [stop - start, layers, experts per token], with -1 for what is not

@@ -29,6 +29,7 @@ def sweep_run(store: ObjectStore, database: Engine, *, run: str, keep: Publicati
     manifests = _manifests(store, run)
     with session(database) as opened:
         referred = referred_manifests(opened, run=run, keep=keep)
+    referred |= _last_stored(store, manifests)
     referred = with_bases(store, referred & {item.key for item in manifests})
     gone = unreferenced(manifests, referred, before=before)[:MOST]
     stays = {item.key for item in manifests} - {item.key for item in gone}
@@ -37,6 +38,12 @@ def sweep_run(store: ObjectStore, database: Engine, *, run: str, keep: Publicati
     store.delete([item.key for item in gone])
     store.delete([item.key for item in orphans])
     return Removed(manifests=len(gone), objects=len(orphans), bytes=sum(item.bytes for item in orphans))
+
+
+def _last_stored(store: ObjectStore, manifests: list[StoredObject]) -> set[str]:
+    """The newest weights that the object store has at all: those after it may have been handed out directly."""
+    weights = sorted((item.key for item in manifests if "/weights/" in item.key), reverse=True)
+    return set(next(([key] for key in weights if read_manifest(store, key).stored), []))
 
 
 def _manifests(store: ObjectStore, run: str) -> list[StoredObject]:

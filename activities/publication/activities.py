@@ -164,7 +164,11 @@ class PublicationActivities:
         with transit_folder(self._spool, trainer.parameters * trainer.dtype.itemsize) as folder:
             export_folder(trainer, folder)
             if sha256_file(folder / WEIGHTS_FILE) != digest:
-                raise TrainerError(f"{message.checkpoint} gives other weights than were published as {row.version}")
+                raise TrainerError(
+                    f"{message.checkpoint} gives other weights here than were published as version {row.version}: start"
+                    " a run from it with resume_from",
+                    retryable=False,
+                )
             self._offer(folder, digest)
 
     def _record(self, row: Publication, message: PublishInput) -> None:

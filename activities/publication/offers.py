@@ -63,6 +63,7 @@ class OfferServer:
                 self._socket_file.unlink(missing_ok=True)
                 self._server: socketserver.BaseServer = _UnixServer(str(self._socket_file), handler)
                 os.chmod(self._socket_file, 0o600)
+                self._inode = self._socket_file.stat().st_ino
             else:
                 host, _, port = address.removeprefix(TCP).rpartition(":")
                 self._server = _TcpServer((host, int(port)), handler)
@@ -79,7 +80,8 @@ class OfferServer:
     ) -> None:
         self._server.shutdown()
         self._server.server_close()
-        if self._socket_file is not None:
+        # One that came after may have taken the name.
+        if self._socket_file and self._socket_file.exists() and self._socket_file.stat().st_ino == self._inode:
             self._socket_file.unlink(missing_ok=True)
 
 

@@ -108,7 +108,8 @@ class FakeEngine:
             case "/collective_rpc" if body["method"] == "ratchet_forget":
                 return {"results": [{}]}
             case "/collective_rpc" if body["method"] == "ratchet_staged":
-                return {"results": [{"ready": not self.staging_fails, "failed": self.staging_fails}]}
+                digest = self.staged["digest"] if self.staged else ""
+                return {"results": [{"ready": not self.staging_fails, "failed": self.staging_fails, "digest": digest}]}
             case "/resume":
                 self.paused = False
             case "/collective_rpc" if body["method"] == "ratchet_reload":

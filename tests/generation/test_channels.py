@@ -87,7 +87,7 @@ async def test_the_trainers_server_is_the_source_where_machines_differ(world: Wo
 async def test_weights_that_do_not_arrive_leave_the_engine_serving_what_it_served(world: World) -> None:
     await world.apply(0, world.offer(0))
     world.engine.staging_fails = "ConnectionRefusedError"
-    with pytest.raises(EngineError, match="did not arrive: ConnectionRefusedError") as caught:
+    with pytest.raises(StorageError, match=r"did not arrive from .*: ConnectionRefusedError") as caught:
         await world.apply(1, world.offer(1))
     assert caught.value.retryable
     assert (world.engine.label, world.engine.weights, world.engine.calls.count("/pause")) == ("r:0", 0, 1)
@@ -104,7 +104,7 @@ async def test_a_stored_version_comes_from_the_store_when_the_trainer_is_gone(wo
 async def test_colocated_engines_say_when_the_trainer_is_not_on_their_machine(world: World) -> None:
     key = world.offer(0)
     world.offers.keep_last(0)
-    with pytest.raises(EngineError, match="colocated needs the trainer on this machine"):
+    with pytest.raises(StorageError, match="colocated needs the trainer on this machine"):
         await world.apply(0, key)
 
 
@@ -114,6 +114,9 @@ async def test_an_engine_rests_and_the_next_load_wakes_it(world: World) -> None:
     await world.apply(0, world.offer(0))
     await activities.rest(RestInput(run="r", engine=world.engine.info))
     assert world.engine.asleep
+    async with EngineKeeper(activities, [world.engine.info]):
+        await asyncio.sleep(1.2)
+        assert world.engine.asleep, "the keeper leaves one alone that rests"
     await world.apply(1, world.offer(1))
     assert not world.engine.asleep
 
@@ -121,9 +124,76 @@ async def test_an_engine_rests_and_the_next_load_wakes_it(world: World) -> None:
 async def test_an_engine_that_rests_is_awake_after_the_version_that_it_serves_is_asked_for_again(world: World) -> None:
     key = world.offer(0)
     await world.apply(0, key)
-    world.engine.asleep = True
+    await world.loader.rest()
     await world.apply(0, key)
     assert not world.engine.asleep
+    assert world.engine.calls.count("/pause") == 1
+
+
+async def test_the_keeper_wakes_an_engine_whose_wake_up_nobody_saw_the_end_of(world: World) -> None:
+    client = world.engine.client()
+    activities = EngineActivities(world.store, world.database, world.home, connect=lambda _: client)
+    key = world.publisher.publish(0)
+    message = world.publisher.message(world.engine.info, 0, key)
+    await activities.apply(message)
+    await activities.rest(RestInput(run="r", engine=world.engine.info))
+    world.engine.fail["/is_sleeping"] = 500
+    with pytest.raises(EngineError):
+        await activities.apply(message)
+    world.engine.fail.clear()
+    async with EngineKeeper(activities, [world.engine.info]), asyncio.timeout(20):
+        while world.engine.asleep:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_trainer_that_is_away_costs_no_engine_its_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("activities.generation.loading.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("activities.generation.loading.LONGEST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("activities.generation.loading.LOOK_EVERY_S", 0.01)
+    ended: list[str] = []
+    monkeypatch.setattr("activities.generation.loading.end_server", lambda home, name: ended.append(name))
+    client, source = world.engine.client(), OfferSource("unix:/nowhere", world.offers.folder)
+    activities = EngineActivities(world.store, world.database, world.home, source, connect=lambda _: client)
+    await activities.apply(world.publisher.message(world.engine.info, 0, world.offer(0)))
+    world.engine.staging_fails = "ConnectionRefusedError"
+    late = world.publisher.message(world.engine.info, 1, world.offer(1))
+    with pytest.raises(StorageError):
+        await activities.apply(late)
+    before = world.engine.calls.count("/update_weights")
+    async with EngineKeeper(activities, [world.engine.info]), asyncio.timeout(20):
+        while world.engine.calls.count("/update_weights") < before + 2 * LOADS_IN_VAIN:
+            await asyncio.sleep(0.01)
+        assert world.engine.label == "r:0" and not ended
+        world.engine.staging_fails = ""
+        while world.engine.label != "r:1":
+            await asyncio.sleep(0.01)
+
+
+async def test_a_version_is_asked_for_before_its_turn_comes_and_an_older_load_does_not_overwrite_it(
+    world: World,
+) -> None:
+    await world.apply(0)
+    first, second = world.publisher.publish(1), world.publisher.publish(2)
+    world.engine.held = asyncio.Event()
+    older = asyncio.create_task(world.apply(1, first))
+    while world.engine.label != "r:1?":
+        await asyncio.sleep(0.01)
+    newer = asyncio.create_task(world.apply(2, second))
+    await asyncio.sleep(0.05)
+    newer.cancel()
+    world.engine.held.set()
+    assert (await older).proven
+    desired = world.loader.desired
+    assert desired is not None and (desired.message.version, desired.proof) == (2, None)
+
+
+async def test_an_interrupted_proof_under_salt_can_be_made_again(world: World) -> None:
+    key = world.publisher.publish(0)
+    # As a worker leaves it that died after it had scored the canary.
+    world.engine.label = "r:0?"
+    world.engine.cache.add(("r:0", tuple(CANARY_IDS)))
+    out = await world.apply(0, key, kv=KvPlan.SALT)
+    assert (out.proven, out.cached_tokens_after) == (True, 0)
 
 
 @pytest.mark.parametrize(
