@@ -6,6 +6,7 @@ the first container that is made from it, before any agent. Called by `Machines`
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,20 @@ from workflows.errors import SandboxError
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 LISTING_S = 60.0
+PYTHON = re.compile(r"python[23](\.\d+)?t?")
 _LISTING = """
 cat /etc/passwd 2>/dev/null; echo ---
 for folder in {path}; do find "$folder/" -maxdepth 1 ! -type d 2>/dev/null; done | sed 's|//*|/|g'; echo ---
-for folder in {libraries}; do find "$folder/" -name '*.so*' 2>/dev/null; done | sed 's|.*/||' | sort -u
+for folder in {libraries}; do find "$folder/" -name '*.so*' 2>/dev/null; done | sed 's|.*/||' | sort -u; echo ---
+found() {{ find / -xdev -type d -name 'python[23]*' -path '*/lib*/python[23]*' 2>/dev/null; }}
+found | while read -r folder; do
+    if [ -e "$folder/os.py" ]; then echo "$folder"; echo "${{folder%/*}}"
+    elif [ -d "$folder/site-packages" ] || [ -d "$folder/dist-packages" ]; then echo "$folder"; fi
+done | sort -u; echo ---
+found | while read -r folder; do
+    if [ -e "$folder/os.py" ]; then ls -A "$folder"; fi
+    ls -A "$folder/site-packages" "$folder/dist-packages" 2>/dev/null
+done | grep -v -e - -e '^/' | sed 's/[.].*//' | sort -u
 exit 0
 """
 
@@ -50,6 +61,12 @@ class ImageFacts(BaseModel):
     """Files in the folders of PATH, absolute."""
     libraries: list[str]
     """Names of shared libraries."""
+    interpreters: list[str] = []
+    """Folders of Python's own library and packages, absolute. Example: /usr/lib/python3.11."""
+    library_folders: list[str] = []
+    """Those in which interpreters lie, with the shared libraries that they load."""
+    modules: list[str] = []
+    """Names that the image's interpreters can import."""
 
     @property
     def path(self) -> list[str]:
@@ -97,14 +114,20 @@ def settings(inspected: dict[str, Any]) -> dict[str, Any]:
 def facts_of(inspected: dict[str, Any], listed: Result) -> ImageFacts:
     """Raises SandboxError where the listing did not end."""
     if listed.exit_code != 0 or listed.total_bytes > len(listed.head) + len(listed.tail):
-        raise SandboxError(f"the image's files can't be listed (exit {listed.exit_code}, {listed.total_bytes} bytes)")
+        words = f"the image's files can't be listed (exit {listed.exit_code}, {listed.total_bytes} bytes)"
+        # One that is too long will be so again.
+        raise SandboxError(words, retryable=listed.exit_code != 0)
     parts = (listed.head + listed.tail).decode(errors="replace").split("---\n")
-    passwd, programs, libraries = (part.splitlines() for part in (parts + [""] * 3)[:3])
+    passwd, programs, libraries, pythons, modules = (part.splitlines() for part in (parts + [""] * 5)[:5])
+    interpreters = [path for path in pythons if PYTHON.fullmatch(path.rpartition("/")[2])]
     return ImageFacts(
         **settings(inspected),
         users=_users(passwd),
         programs=sorted(set(programs)),
         libraries=libraries,
+        interpreters=interpreters,
+        library_folders=sorted(set(pythons) - set(interpreters)),
+        modules=[name for name in modules if name.isidentifier() and name != "__pycache__"],
     )
 
 

@@ -10,6 +10,7 @@ is over, all processes are killed before anything is read. Called by `judge_mach
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,12 +24,12 @@ from activities.sandbox.machines import inspection
 from activities.sandbox.machines.changes import Review, review
 from activities.sandbox.machines.facts import ImageFacts
 from activities.sandbox.machines.kit import INSIDE as KIT
-from activities.sandbox.machines.kit import Kits, kit_environment
-from activities.sandbox.machines.machines import Machines, machine_spec
+from activities.sandbox.machines.kit import Kits, kit_environment, script_of
+from activities.sandbox.machines.machines import Machines, machine_spec, started_words
 from activities.sandbox.machines.report import read_bounded
 from activities.sandbox.machines.reward import FULL, Found, find_reward
 from activities.sandbox.machines.room import Room, mount_points, opened
-from activities.sandbox.machines.state import State, TooMuch, fingerprint, relocated
+from activities.sandbox.machines.state import FOLDER, State, TooMuch, fingerprint, relocated
 from activities.sandbox.text import readable
 from activities.sandbox.verification import Look, describe
 from tasksets.base import Artifact, Machine, Task
@@ -38,6 +39,8 @@ from workflows.errors import SandboxError, VerifierError
 CAP_BYTES = 1 << 20
 REWARD_BYTES = 64 << 10
 REWARDS = ("reward.json", "reward.txt")
+MODULE = re.compile(r"\s-\w*m\s*(pytest|py\.test)\b")
+"""How a script runs pytest from the working folder, into which Python looks first."""
 SUSPECTS = 400
 """Trusted paths that are compared one by one; who changed more changed the machine."""
 
@@ -103,10 +106,15 @@ class Examiner:
             facts.model_copy(update={"workdir": machine.workdir or facts.workdir}),
             mounts=mount_points(grading),
             may_change=grading.may_change,
+            starts=started_words(machine, facts),
+            ahead=python_path(machine, facts),
         )
         for path in weighed.folders:
             if not await state.is_folder(path):
                 weighed.tampered.append(f"{path} is no folder any more")
+        for path in weighed.links:
+            if await state.is_link(path):
+                weighed.tampered.append(f"{path} is a link in the place of a module")
         weighed.tampered += await self._compared(state, weighed.suspects)
         return weighed
 
@@ -158,6 +166,7 @@ class Examiner:
             return Graded(Found(None, f"what is carried over can't be looked at: {describe(seen)}"))
         if wrong:
             return _tampered(wrong)
+        await self._restore(state, room, weighed.restored)
         try:
             await self._machines.start(sandbox_id, machine, facts)
         except SandboxGone:
@@ -216,6 +225,17 @@ class Examiner:
             return weighed.carried
         return [str(workdir / (artifact.destination or artifact.source)) for artifact in artifacts]
 
+    async def _restore(self, state: State, room: Room, paths: list[str]) -> None:
+        """Write what the image has at these paths, where nothing is any more."""
+        if not paths:
+            return
+        target = State(self._backend.daemon, self._backend.boxes, room.sandbox.id)
+        async with state.pristine() as pristine:
+            for path in paths:
+                archive = await pristine.archive(path)
+                if archive is not None:
+                    await target.put("/", relocated(archive, path))
+
     def _person(self, machine: Machine, facts: ImageFacts, room: Room) -> Person:
         grading = machine.grading
         workdir = "" if grading.image else machine.workdir
@@ -226,8 +246,23 @@ class Examiner:
         return replace(person, env=env)
 
 
+def python_path(machine: Machine, facts: ImageFacts) -> list[str]:
+    """Folders in which a Python of the verifier looks before its own library."""
+    env = facts.env | machine.env | machine.grading.env
+    workdir = machine.workdir or facts.workdir
+    entries = [str(PurePosixPath(workdir) / entry) for entry in env.get("PYTHONPATH", "").split(":") if entry]
+    return [*entries, *([workdir] if MODULE.search(script_of(machine.grading)) else [])]
+
+
 async def _difference(before: State, after: State, path: str) -> str:
     """How a trusted path is not what it was, in words; empty where it is."""
+    first, last = await before.look(path), await after.look(path)
+    if first.mode & last.mode & FOLDER:
+        return ""
+    if not last.there and first.there:
+        return f"{path} is gone"
+    if first.mode != last.mode or (first.is_file and first.size != last.size):
+        return f"{path} is not what it was"
     try:
         was, now = await before.archive(path), await after.archive(path)
     except TooMuch as much:

@@ -37,7 +37,7 @@ class Machines:
     def __init__(self, backend: DockerBackend) -> None:
         self._backend = backend
         self._images = TaskImages(backend.daemon, backend.state, local_bases=backend.local_bases)
-        self._known = KnownImages(backend.state / "image-facts")
+        self._known = KnownImages(backend.state / "image-facts-2")
 
     async def image(self, source: ImageSource) -> TaskImage:
         """Pulled or built where it isn't there. Raises SandboxError."""
@@ -120,6 +120,12 @@ class Machines:
 
 def machine_spec(machine: Machine, image: str) -> SandboxSpec:
     return SandboxSpec(image=image, memory_mb=machine.memory_mb, cpus=machine.cpus, processes=PROCESSES, machine=True)
+
+
+def started_words(machine: Machine, facts: ImageFacts) -> list[str]:
+    """All words of what `Machines.start` runs."""
+    check = [machine.healthcheck.command] if machine.healthcheck else []
+    return [*facts.entrypoint, *machine.start, *check]
 
 
 def folders_script(machine: Machine, agent: Person) -> str:

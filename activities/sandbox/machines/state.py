@@ -17,6 +17,7 @@ import tarfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from activities.sandbox.boxes import Boxes
@@ -32,6 +33,24 @@ MOST_BYTES = 256 << 20
 SLOW_S = 300.0
 FOLDER = 1 << 31
 """Go's bit for a folder in a file's mode."""
+
+
+LINK = 1 << 27
+NO_FILE = FOLDER | LINK | 1 << 19 | 1 << 21 | 1 << 24 | 1 << 25 | 1 << 26
+"""Of whatever is no ordinary file."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """`mode` in Go's bits."""
+
+    mode: int = 0
+    size: int = 0
+    there: bool = False
+
+    @property
+    def is_file(self) -> bool:
+        return self.there and not self.mode & NO_FILE
 
 
 class TooMuch(Exception):
@@ -63,6 +82,13 @@ class State:
 
     async def is_folder(self, path: str) -> bool:
         """Whether it is one itself, and no link to one; False where nothing is there."""
+        return bool((await self.look(path)).mode & FOLDER)
+
+    async def is_link(self, path: str) -> bool:
+        return bool((await self.look(path)).mode & LINK)
+
+    async def look(self, path: str) -> Stat:
+        """At the path itself, without what is in it."""
 
         async def head(client: Any) -> str:
             url = f"containers/{self._container}/archive"
@@ -71,8 +97,8 @@ class State:
 
         with tolerated(404):
             found = json.loads(base64.b64decode(await self._daemon.call("stat", head)) or "{}")
-            return bool(int(found.get("mode", 0)) & FOLDER)
-        return False
+            return Stat(int(found.get("mode", 0)), int(found.get("size", 0)), there=bool(found))
+        return Stat()
 
     async def archive(self, path: str) -> bytes | None:
         """A path and all below it as a tar; None where nothing is there. Raises TooMuch."""
