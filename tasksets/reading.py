@@ -78,6 +78,19 @@ def read_tuning(folder: Path) -> Tuning:
         raise InvalidConfig(f"{path}: {error}") from error
 
 
+def leaving(folder: Path, *paths: Path) -> list[str]:
+    """Which of these paths, or of what is below them, lead out of the folder, as reasons."""
+    root = folder.resolve()
+    links = [item for path in paths if path.is_dir() for item in sorted(path.rglob("*")) if item.is_symlink()]
+    # One that leads nowhere on this host is a machine's own.
+    below = [item for item in links if item.exists()]
+    return [
+        f"{path.relative_to(folder)} leads out of the task's folder"
+        for path in (*paths, *below)
+        if not path.resolve().is_relative_to(root)
+    ]
+
+
 def read_text(path: Path) -> str:
     """Raises Unsupported where it is not there or no text."""
     try:
@@ -108,10 +121,13 @@ def interpolate(text: str, known: dict[str, str], missing: list[str]) -> str:
 
 
 def interpolate_all(given: dict[str, Any], what: str, reasons: list[str]) -> dict[str, str]:
-    """Variables as a format writes them, with their defaults; those that want a value of the host's are reasons."""
+    """Variables as Harbor writes them: `${NAME:-default}` is its default, a `$` without braces is itself; those that
+    want a value of the host's are reasons."""
     found: dict[str, str] = {}
     for name, value in given.items():
         missing: list[str] = []
-        found[name] = interpolate(str(value), {}, missing)
+        # In a compose file a dollar is two.
+        text = re.sub(r"\$(?!\{)", "$$", str(value))
+        found[name] = interpolate(text, {}, missing)
         reasons += [f"{what}: {name} needs the host's variable {absent}" for absent in missing]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -201,6 +202,7 @@ def test_a_compose_file_that_wants_more_is_left_out_with_the_reason(tmp_path: Pa
     ("old", "new", "why"),
     [
         ("      dockerfile: Dockerfile\n", "      context: ..\n", "outside of the task"),
+        ("      dockerfile: Dockerfile\n", "      dockerfile: ../../../etc/shadow\n", "outside of its context"),
         ("      dockerfile: Dockerfile\n", "      ssh: default\n", "build.ssh"),
         ("T_BENCH_TASK_LOGS_PATH}:", "HOME}:", "variable HOME"),
         ("${T_BENCH_TASK_LOGS_PATH}:", "/etc:", "volume /etc:/logs"),
@@ -320,3 +322,32 @@ def test_variables_are_read_as_compose_reads_them() -> None:
     missing: list[str] = []
     assert interpolate("${A}-$A-${B:-b}-$$-${C}", {"A": "a"}, missing) == "a-a-b-$-"
     assert missing == ["C"]
+
+
+def test_a_dollar_in_harbors_variables_is_itself(tmp_path: Path) -> None:
+    toml = HARBOR["task.toml"] + 'PASSWORD = "a$b$$"\n'
+    machine = one(write_task(tmp_path / "t", HARBOR, **{"task.toml": toml})).machine
+    assert machine is not None and machine.env["PASSWORD"] == "a$b$$"
+
+
+@pytest.mark.parametrize("name", ["environment/Dockerfile", "tests/test.sh", "solution/key", "tests", "instruction.md"])
+def test_what_leads_out_of_a_tasks_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    odd = write_task(tmp_path / "tasks/odd", HARBOR)
+    if (odd / name).is_dir():
+        shutil.rmtree(odd / name)
+    (odd / name).unlink(missing_ok=True)
+    (odd / name).symlink_to(tmp_path / ("other" if name == "tests" else "secret"))
+    assert f"{name} leads out of the task's folder" in reasons(tmp_path / "tasks", {})
+
+
+def test_a_link_within_a_task_or_to_what_only_its_machine_has_is_well(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "odd", TERMINAL_BENCH)
+    (folder / "tests/again.py").symlink_to("test_outputs.py")
+    (folder / "tests/machines").symlink_to("/app/not-on-this-host")
+    assert one(folder).id == "odd"
+    (folder / "solution.sh").unlink()
+    (folder / "solution.sh").symlink_to("/etc/hostname")
+    with pytest.raises(InvalidConfig, match=r"solution\.sh leads out"):
+        one(folder)
