@@ -20,6 +20,10 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+ORACLE_S = 900.0
+"""For the oracle of a task that grants its agent no bound."""
+
+
 class ImageSource(_Record):
     """Where an image comes from: `reference` is pulled; `context` is built, and stands in where a pull fails."""
 
@@ -103,6 +107,11 @@ class Machine(_Record):
     storage_mb: int = Field(10240, ge=1)
     agent_timeout_s: float | None = None
     """What the format grants the agent; None: no bound."""
+
+    @property
+    def grading_s(self) -> float:
+        """The longest that a judgement takes: the verifier on the answer, again, and on the oracle's after it."""
+        return 3 * self.grading.timeout_s + (self.agent_timeout_s or ORACLE_S)
 
 
 class Task(_Record):

@@ -54,6 +54,8 @@ class AttemptSandbox:
         """Time of the agent's own commands; those of a replay are not its own."""
         self.boot_s = 0.0
         self.verify_s = 0.0
+        self._grading_s = 0.0
+        """What the task's own verifier may take, beside what any may."""
         self.queue_s = 0.0
         self.evidence: dict[str, str] = {}
         """What was measured on whose doing the last call's end was; empty for most."""
@@ -72,7 +74,7 @@ class AttemptSandbox:
             out = await policies.call("acquire", message, AcquireOutput, policies.ACQUIRE, summary=summary)
         except ActivityError as error:
             raise self._noted(ended_by(error, Boundary.SANDBOX)) from error
-        self.lease = out.lease
+        self.lease, self._grading_s = out.lease, out.grading_s
         self.boot_s += out.timing.run_s
         self.queue_s += out.timing.queue_s
 
@@ -106,9 +108,10 @@ class AttemptSandbox:
         def message(lease: SandboxLease) -> VerifyInput:
             return VerifyInput(lease=lease, task=self._input.task, answer=answer)
 
+        policy = policies.VERIFY.lasting(self._grading_s)
         out = await self._surviving(
             Boundary.VERIFIER,
-            lambda lease: policies.call("verify", message(lease), VerifyOutput, policies.VERIFY, summary=summary),
+            lambda lease: policies.call("verify", message(lease), VerifyOutput, policy, summary=summary),
         )
         self.evidence = out.evidence or self.evidence
         self.verify_s += out.timing.run_s

@@ -94,7 +94,8 @@ class SandboxActivities:
         )
         run_s = time.monotonic() - began - sandbox.waited_s
         timing = Timing(queue_s=queue_s + sandbox.waited_s, run_s=run_s)
-        return AcquireOutput(lease=lease, warm=sandbox.warm, forked=forked, timing=timing)
+        grading_s = task.machine.grading_s if task.machine else 0.0
+        return AcquireOutput(lease=lease, warm=sandbox.warm, forked=forked, grading_s=grading_s, timing=timing)
 
     @activity.defn(name="act")
     async def act(self, input: ActInput) -> ActOutput:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 from temporalio import activity
@@ -98,6 +99,8 @@ class World:
         self.archived: Callable[[GroupResult], str] | None = None
         """The archived success that joins a group; None: as an activity did that answered nothing."""
         self.engines = ["h-e0"]
+        self.grading_s = 0.0
+        self.verify_limits: list[timedelta | None] = []
         self.applying: Callable[[ApplyInput], Awaitable[None]] | None = None
         """Awaited by each load before it answers."""
         self.train_tasks: int | None = None
@@ -240,7 +243,7 @@ class World:
         lease = SandboxLease(
             sandbox_id="s", container_id="c", image_id="sha256:i", host="h", attempt_id=message.attempt_id
         )
-        return AcquireOutput(lease=lease)
+        return AcquireOutput(lease=lease, grading_s=self.grading_s)
 
     @activity.defn
     async def generate(self, message: GenerateInput) -> GenerateOutput:
@@ -269,6 +272,7 @@ class World:
     @activity.defn
     async def verify(self, message: VerifyInput) -> VerifyOutput:
         self._note("verify", message)
+        self.verify_limits.append(activity.info().start_to_close_timeout)
         if self.verdicts is not None:
             await self.verdicts.wait()
         reward = self.reward(message)

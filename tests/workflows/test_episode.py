@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from temporalio.exceptions import ApplicationError, CancelledError
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import ANSWER, COMMAND, MALFORMED, World, final
 from tests.workflows.runs import eventually
+from workflows import policies
 from workflows.attributes import OUTCOME, STOP_REASON, TASK
 from workflows.contracts import (
     ActOutput,
@@ -68,6 +70,16 @@ async def play(client: Client, world: World, **changes: Any) -> tuple[EpisodeSum
     (record,) = world.calls["record_episode"]
     assert len(world.calls["release"]) == 1
     return summary, record
+
+
+async def test_a_task_whose_verifier_may_take_long_has_that_time(temporal: Client, world: World) -> None:
+    await play(temporal, world)
+    world.grading_s = 2700.0
+    for calls in world.calls.values():
+        calls.clear()
+    await play(temporal, world)
+    plain, long = world.verify_limits
+    assert plain == policies.VERIFY.start_to_close and long == plain + timedelta(seconds=2700)
 
 
 async def test_an_episode_generates_acts_verifies_records_and_releases(temporal: Client, world: World) -> None:

@@ -36,6 +36,8 @@ class AcquireOutput(Message):
     """True when the sandbox had been started before anyone asked."""
     forked: bool = False
     """True when the task was not set up in it: it got what the setup had left in another sandbox."""
+    grading_s: float = 0.0
+    """How long the task's own verifier may take to a judgement; 0: no longer than that of any small task."""
     timing: Timing = Timing()
 
 

@@ -18,11 +18,8 @@ from activities.sandbox.machines.grading import Answer, Examiner, Graded, LookAt
 from activities.sandbox.machines.machines import Machines
 from activities.sandbox.machines.reward import FULL
 from activities.sandbox.verification import Look, Verdict, at_face_value, describe
-from tasksets.base import Task
+from tasksets.base import ORACLE_S, Task
 from workflows.errors import VerifierBrokenByAnswer, VerifierError
-
-ORACLE_S = 900.0
-"""Of one command of an oracle, where the task says nothing."""
 
 
 def believed(_: Sandbox) -> Look:
