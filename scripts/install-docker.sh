@@ -1,5 +1,6 @@
 #!/bin/bash
-# Makes sure that this machine can run sandboxes: Docker, a static busybox for the image, and gcc for sbxd.
+# Makes sure that this machine can run sandboxes: Docker, a static busybox for the image, and gcc for sbxd; and the tools
+# that it is told, by the names of their packages.
 #
 # Does nothing where they are there; installs them as root on Debian and its kin; says in one line what to do elsewhere.
 # Starts no daemon: `ratchet up` does. Called by `make setup`, as often as one likes.
@@ -30,6 +31,9 @@ missing=()
 command -v dockerd >/dev/null || answers || missing+=(docker.io iptables)
 static_busybox || missing+=(busybox-static)
 { command -v gcc && [ -e /usr/include/stdio.h ]; } >/dev/null || missing+=(gcc libc6-dev)
+for tool in "$@"; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+done
 [ ${#missing[@]} -gt 0 ] || exit 0
 
 command -v apt-get >/dev/null ||

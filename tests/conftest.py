@@ -76,8 +76,9 @@ def bucket_of(s3: S3) -> ObjectStore:
 
 
 GROUPS = {
-    # What is one on a machine: the Docker daemon, and an engine that takes half a minute to start.
-    **dict.fromkeys(("generation", "janitor", "outcomes", "sandbox"), "machine"),
+    # What is one on a machine: the Docker daemon; and engines, each of which takes half a minute to start.
+    **dict.fromkeys(("janitor", "outcomes", "sandbox"), "machine"),
+    "generation": "engines",
     **dict.fromkeys(("replay", "workflows"), "temporal"),
     **dict.fromkeys(("bootstrap", "publication", "training"), "trainer"),
 }

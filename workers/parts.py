@@ -100,6 +100,7 @@ async def sandbox_backend(settings: Settings, client: Client, stack: AsyncExitSt
         settings.sandbox_slots,
         pool=settings.sandbox_pool,
         namespace=namespace,
+        local_bases=settings.local_bases,
     )
     stack.push_async_callback(backend.aclose)
     await backend.keep_warm(SandboxSpec())

@@ -60,6 +60,10 @@ class Settings(BaseSettings):
     trainer_processes: int = Field(
         1, ge=1, le=64, description="Ranks of the trainer on this host, under DeepSpeed's launcher where more than one."
     )
+    local_bases: bool = Field(
+        False,
+        description="Whether images of tasks may stand on bases made here, where no registry is reachable.",
+    )
     sandbox_slots: int = Field(16, ge=1, description="Sandboxes that may live at once on this host.")
     sandbox_pool: int = Field(
         16, ge=0, le=512, description="Sandboxes beside them that may be started before anyone asks; 0: none."

@@ -22,6 +22,16 @@ _attempts = itertools.count()
 _closing: set[asyncio.Task[None]] = set()
 
 
+MACHINES = {"test_drills", "test_grading", "test_machine_attempts", "test_task_images", "test_tasks_check"}
+"""Files whose tests need a Debian, which takes minutes to make: `make machines` runs them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in MACHINES:
+            item.add_marker(pytest.mark.machines)
+
+
 @pytest.fixture(scope="session")
 def docker_host() -> Iterator[str]:
     try:
