@@ -125,8 +125,10 @@ class _Reader:
         context = (self._path.parent / str(build.get("context", "."))).resolve()
         if not context.is_relative_to(self._path.parent.resolve()):
             self._refused(f"build.context {build['context']} is outside of the task")
-        args = _pairs(build.get("args"), self._refused)
-        return ImageSource(context=str(context), dockerfile=str(build.get("dockerfile", "Dockerfile")), args=args)
+        args, dockerfile = _pairs(build.get("args"), self._refused), str(build.get("dockerfile", "Dockerfile"))
+        if not (context / dockerfile).resolve().is_relative_to(context):
+            self._refused(f"build.dockerfile {dockerfile} is outside of its context")
+        return ImageSource(context=str(context), dockerfile=dockerfile, args=args)
 
     def _start(self) -> list[str]:
         """The command where it does something: what only keeps a container alive is nothing to start."""

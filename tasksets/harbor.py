@@ -18,7 +18,7 @@ from tasksets.base import Artifact, Grading, Healthcheck, ImageSource, Machine, 
 from tasksets.compose import Service, compose_file, megabytes, read_service
 from tasksets.oracle import folder_files, oracle_commands
 from tasksets.pytests import expected_tests
-from tasksets.reading import TESTS, Tuning, Unsupported, interpolate_all, read_text
+from tasksets.reading import TESTS, Tuning, Unsupported, interpolate_all, leaving, read_text
 
 FILE = "task.toml"
 LOGS = "/logs/verifier"
@@ -127,6 +127,8 @@ class _Reader:
     def task(self) -> Task:
         config, tests = self._config, self._folder / "tests"
         self._refuse()
+        read = ("instruction.md", "environment", "solution", "tests")
+        self._reasons += leaving(self._folder, *(self._folder / name for name in read))
         machine = self._machine()
         script = read_text(tests / "test.sh") if (tests / "test.sh").is_file() else ""
         if not script:

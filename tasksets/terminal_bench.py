@@ -16,13 +16,14 @@ from tasksets.base import Artifact, Grading, ImageSource, Machine, Reads, Task
 from tasksets.compose import Service, compose_file, read_service
 from tasksets.oracle import oracle_commands
 from tasksets.pytests import expected_tests
-from tasksets.reading import TESTS, Tuning, Unsupported, read_text
+from tasksets.reading import TESTS, Tuning, Unsupported, leaving, read_text
 
 FILE = "task.yaml"
 LOGS = "/logs"
 SOLUTION = "/oracle"
 SERVICE = "client"
 SCRIPT = "run-tests.sh"
+SOLUTIONS = ("solution.sh", "solution.yaml")
 _COMPOSE = dict.fromkeys(
     (
         "T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME",
@@ -65,6 +66,7 @@ def read_terminal_bench(folder: Path, tuning: Tuning) -> Task:
     script = folder / SCRIPT
     if not script.is_file():
         reasons.append(f"there is no {SCRIPT}")
+    reasons += leaving(folder, *(folder / name for name in (SCRIPT, "Dockerfile", "tests", *SOLUTIONS)))
     service, image = _environment(folder, tuning, reasons)
     oracle = _oracle(folder)
     if reasons:
@@ -123,7 +125,7 @@ def _environment(folder: Path, tuning: Tuning, reasons: list[str]) -> tuple[Serv
 
 
 def _oracle(folder: Path) -> list[str]:
-    script, steps = folder / "solution.sh", folder / "solution.yaml"
+    script, steps = (folder / name for name in SOLUTIONS)
     if script.is_file():
         return oracle_commands({"solution.sh": script}, SOLUTION, f"bash {SOLUTION}/solution.sh")
     return _typed(steps) if steps.is_file() else []

@@ -19,8 +19,9 @@ from pydantic import BaseModel, computed_field
 
 from activities.sandbox.channel import Operation
 from activities.sandbox.docker import DockerBackend
+from activities.sandbox.machines.facts import settings
 from activities.sandbox.machines.grading import Answer
-from activities.sandbox.machines.machines import Machines
+from activities.sandbox.machines.machines import Machines, unmeasured
 from activities.sandbox.machines.verdict import MachineJudge
 from activities.sandbox.preparation import Preparation
 from activities.sandbox.verification import CHECK_S, ORACLE_S, Run, Verdict, describe, judge
@@ -102,23 +103,25 @@ class Trial:
     async def check(self, task: Task, number: int, show: Show) -> Checked:
         """`number` tells the tasks of the run apart. Raises nothing that is the task's fault, SandboxError where the
         daemon is away."""
-        checked = Checked(
-            task=task.id,
-            format=task.machine.format if task.machine else "native",
-            expected_tests=len(task.expected_tests),
-            notes=task.notes,
-        )
-        notes = _Notes(checked)
-        try:
-            await self._check(task, number, notes, partial(show, task.id))
-        except RatchetError as error:
-            if error.retryable:
-                raise
-            notes.find(Unfit.BROKEN, str(error))
-        return checked
+        first = ""
+        while True:
+            notes = _Notes(_unchecked(task))
+            try:
+                await self._check(task, number, notes, partial(show, task.id))
+            except RatchetError as error:
+                if error.retryable and not first:
+                    first = str(error)
+                    continue
+                if error.retryable:
+                    # It is the task's where the daemon answers; the first words tell more than those of the retry.
+                    await self._backend.daemon.call("info", lambda client: client.system.info())
+                notes.find(Unfit.BROKEN, first if error.retryable else str(error))
+            return notes.checked
 
     async def _check(self, task: Task, number: int, notes: _Notes, show: Callable[[str], None]) -> None:
         await self._image(task, notes, show)
+        if notes.checked.findings and notes.checked.findings[0].what is Unfit.UNSUPPORTED:
+            return
         show("doing nothing")
         async with self._playing(task, f"{self.run}/g{number}/e0/a0") as play:
             await self._weigh_nothing(play, notes)
@@ -137,6 +140,8 @@ class Trial:
         image = await self._machines.image(task.machine.image)
         notes.checked.image_s = round(time.monotonic() - began, 2)
         notes.checked.local_bases = list(image.local_bases)
+        if why := unmeasured(settings(await self._machines.inspect(image.id))["volumes"]):
+            notes.find(Unfit.UNSUPPORTED, why)
         _weigh_time(notes, "the build of its image", notes.checked.image_s, task.machine.image.timeout_s)
 
     async def _weigh_nothing(self, play: _Play, notes: _Notes) -> None:
@@ -229,6 +234,15 @@ class _Play:
     image_id: str
     labels: dict[str, str]
     solved: bool = False
+
+
+def _unchecked(task: Task) -> Checked:
+    return Checked(
+        task=task.id,
+        format=task.machine.format if task.machine else "native",
+        expected_tests=len(task.expected_tests),
+        notes=task.notes,
+    )
 
 
 def _weigh_time(notes: _Notes, what: str, seconds: float, limit_s: float) -> None:

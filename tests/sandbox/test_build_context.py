@@ -6,13 +6,20 @@ import io
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from activities.sandbox.channel import Result
+from activities.sandbox.daemon import Daemon, Refused
 from activities.sandbox.machines.bases import stands_for
 from activities.sandbox.machines.build import Progress
 from activities.sandbox.machines.context import context_files, context_key, write_context
 from activities.sandbox.machines.dockerfile import bases, with_bases
+from activities.sandbox.machines.facts import facts_of
+from activities.sandbox.machines.images import TaskImages
+from tasksets.base import ImageSource
+from workflows.errors import SandboxError
 
 
 @pytest.fixture
@@ -134,3 +141,28 @@ def test_a_step_that_fails_is_named_with_what_it_said() -> None:
     ):
         progress.take(line)
     assert progress.words() == "Step 2/2 : RUN make: The command returned a non-zero code: 2; make: no rule"
+
+
+async def test_a_dockerfile_that_leads_out_of_its_context_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "context").mkdir()
+    (tmp_path / "secret").write_text("FROM scratch\n")
+    (tmp_path / "context/Dockerfile").symlink_to(tmp_path / "secret")
+    images = TaskImages(Nothing(""), tmp_path)
+    for dockerfile in ("Dockerfile", "../secret"):
+        with pytest.raises(SandboxError, match="leads out of the build context") as failed:
+            await images.ensure(ImageSource(context=str(tmp_path / "context"), dockerfile=dockerfile))
+        assert not failed.value.retryable
+
+
+class Nothing(Daemon):
+    """A daemon that has no image."""
+
+    async def call(self, verb: str, *_: Any, **__: Any) -> Any:
+        raise Refused(f"{verb}: no such image", 404)
+
+
+def test_a_listing_that_is_too_long_will_be_so_again() -> None:
+    cut = Result(0, None, False, 0, 0.1, 2 << 20, b"x", b"")
+    with pytest.raises(SandboxError, match="can't be listed") as failed:
+        facts_of({}, cut)
+    assert not failed.value.retryable

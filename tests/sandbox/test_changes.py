@@ -232,3 +232,14 @@ def test_the_loaders_cache_is_the_images_whatever_was_made_of_it(kind: Kind) -> 
     assert (weighed.restored, weighed.dropped) == (["/etc/ld.so.cache"], ["/etc/ld.so.cache"])
     assert not weighed.tampered and not weighed.suspects
     assert not weigh("/app/x").restored
+
+
+def test_an_environment_that_uv_would_find_stays_behind_unless_it_was_there_or_may_change() -> None:
+    def weighed(kind: Kind, may_change: list[str]) -> Review:
+        changes = [Change(path, kind) for path in ("/app/.venv", "/app/.venv/bin", "/app/.venv/bin/python")]
+        return review(changes, FACTS, mounts=MOUNTS, may_change=may_change, left=["/app/.venv", "/.venv"])
+
+    new = weighed(Kind.ADDED, [])
+    assert (new.dropped, new.carried) == (["/app/.venv"], [])
+    assert weighed(Kind.CHANGED, []).carried == ["/app/.venv/bin/python"]
+    assert not weighed(Kind.ADDED, ["/app/.venv"]).dropped

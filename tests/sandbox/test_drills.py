@@ -229,3 +229,51 @@ async def test_what_starts_beside_the_verifier_is_what_it_was(ground: Ground, tm
     assert (await played(ground, task, "echo hello > /app/greeting.txt")).passed
     verdict = await played(ground, task, writes("/entrypoint.sh", EVIL))
     assert (verdict.reward, verdict.tampered) == (0.0, True) and "/entrypoint.sh" in verdict.detail
+
+
+AS_MODULE = HARBOR["tests/test.sh"].replace("pytest /tests", "python3 -m pytest /tests")
+
+
+async def test_python_m_pytest_runs_its_own_modules_and_then_the_answers(ground: Ground, tmp_path: Path) -> None:
+    tests = "from solution import answer\n\ndef test_it():\n    import subprocess\n    assert answer() == 42\n"
+    tests += "    assert subprocess.run(['python3', '-m', 'solution']).returncode == 0\n"
+    task = harbor(tmp_path, **{"tests/test.sh": AS_MODULE, "tests/test_outputs.py": tests})
+    answers = writes("/app/solution.py", "def answer(): return 42\n")
+    assert (await played(ground, task, answers)).passed
+    verdict = await played(ground, task, answers, writes("/app/argparse.py", EVIL_PYTHON))
+    assert verdict.tampered and "/app/argparse.py" in verdict.detail
+    ends = writes("/app/packaging/__init__.py", f"{EVIL_PYTHON}os._exit(0)\n")
+    assert not (await played(ground, task, writes("/app/solution.py", "def answer(): return 41\n"), ends)).passed
+    # Pytest's own packaging is the image's; what the answer brings of that name is in nobody's way.
+    assert (await played(ground, task, answers, ends)).passed
+
+
+async def test_what_is_declared_to_be_carried_is_weighed_by_its_names(ground: Ground, tmp_path: Path) -> None:
+    (tmp_path / "ratchet.toml").write_text('[tasks.harbor-y]\nartifacts = ["/app", "/usr/local/bin"]\n')
+    task = one(write_task(tmp_path / "harbor-y", HARBOR))
+    hello = "echo hello > /app/greeting.txt"
+    assert (await played(ground, task, hello, "echo '# more' >> /etc/profile")).passed
+    for path in ("/app/pytest.py", "/app/sitecustomize/__init__.py", "/usr/local/bin/pytest"):
+        verdict = await played(ground, task, hello, writes(path, EVIL_PYTHON))
+        assert verdict.tampered and path in verdict.detail, verdict
+
+
+UV = """#!/bin/bash
+curl -LsSf https://astral.sh/uv/install.sh | sh
+source $HOME/.local/bin/env
+[ -e pyproject.toml ] || uv init
+uv add pytest
+uv run python -c pass
+[ -e /tmp/used ] && exit 3
+uv run pytest $TEST_DIR/test_outputs.py -rA
+"""
+
+
+async def test_a_project_beside_the_answer_brings_no_pytest_of_its_own(ground: Ground, tmp_path: Path) -> None:
+    task = terminal_bench(tmp_path, **{"run-tests.sh": UV})
+    assert (await played(ground, task, "echo hello > /app/greeting.txt")).passed
+    runs = writes("/app/.venv/lib/python3.11/site-packages/zz.pth", "import os; os.system('touch /tmp/used')\n")
+    made = "python3 -m venv /app/.venv"
+    assert (await played(ground, task, "echo hello > /app/greeting.txt", made, runs)).passed
+    evil = writes("/app/.venv/bin/pytest", EVIL)
+    assert not (await played(ground, task, made, evil)).passed

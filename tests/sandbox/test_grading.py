@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from activities.sandbox.machines.build import MEMORY_MB
+from activities.sandbox.machines.state import ANSWER, State
 from tests.sandbox.conftest import docker
 from tests.sandbox.machines import Ground, harbor, terminal_bench
 from tests.tasksets.public import HARBOR, TERMINAL_BENCH
@@ -140,12 +142,62 @@ async def test_a_separate_verifier_has_an_image_of_its_own_with_its_tests(ground
     assert verdict.passed, verdict.detail
 
 
-async def test_what_lies_in_a_volume_of_the_image_is_carried_too(ground: Ground, tmp_path: Path) -> None:
-    script = '#!/bin/bash\n[ "$(cat /data/x)" = kept ] && echo 1 > /logs/verifier/reward.txt\nexit 0\n'
-    task = harbor(tmp_path, **{"environment/Dockerfile": f"{DOCKERFILE}VOLUME /data\n", REWARD: script})
-    async with ground.playing(task) as attempt:
-        await attempt("echo kept > /data/x")
+async def test_an_image_with_volumes_is_refused_as_nothing_bounds_or_weighs_them(
+    ground: Ground, tmp_path: Path
+) -> None:
+    task = harbor(tmp_path, **{"environment/Dockerfile": f"{DOCKERFILE}VOLUME /data\n"})
+    with pytest.raises(SandboxError, match="keeps /data in volumes") as failed:
+        async with ground.playing(task):
+            pass
+    assert not failed.value.retryable
+
+
+async def test_a_build_is_bounded_and_a_task_gets_no_more_cpus_than_there_are(ground: Ground, tmp_path: Path) -> None:
+    limits = "/sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes"
+    image = f"{DOCKERFILE}RUN cat {limits} 2>/dev/null > /bound; true\n"
+    toml = TOML.replace("cpus = 2", "cpus = 5000")
+    async with ground.playing(harbor(tmp_path, **{"environment/Dockerfile": image, "task.toml": toml})) as attempt:
+        assert int(await attempt.out("cat /bound")) == MEMORY_MB << 20
+        assert await attempt.oracle() == ""
         assert (await attempt.verdict()).passed
+
+
+async def test_a_folder_is_compared_as_a_folder_however_much_is_in_it(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("activities.sandbox.machines.state.MOST_BYTES", 1 << 20)
+    async with ground.playing(harbor(tmp_path)) as attempt:
+        assert (await attempt("touch /usr/lib/python3.11 && chmod 755 /usr/lib")).exit_code == 0
+        assert await attempt.oracle() == ""
+        assert (await attempt.verdict()).passed
+
+
+async def test_an_answer_that_is_kept_twice_leaves_no_image_without_a_name(
+    ground: Ground, tmp_path: Path, docker_host: str
+) -> None:
+    async with ground.playing(harbor(tmp_path)) as attempt:
+        state = State(ground.backend.daemon, ground.backend.boxes, attempt.id)
+        await state.halt()
+        first, second = await state.keep(), await state.keep()
+        listed = (
+            "images",
+            "-q",
+            "--no-trunc",
+            "--filter",
+            f"label={ANSWER}={ground.backend.boxes.container(attempt.id)}",
+        )
+        assert first != second and docker(docker_host, *listed) == second
+        await ground.backend.daemon.call("tag", lambda client: client.images.delete(second, force=True))
+        docker(
+            docker_host,
+            "commit",
+            "-c",
+            f"LABEL {ANSWER}={ground.backend.boxes.container(attempt.id)}",
+            ground.backend.boxes.container(attempt.id),
+        )
+        assert docker(docker_host, *listed) != ""
+        await state.forget()
+        assert docker(docker_host, *listed) == ""
 
 
 async def test_a_program_of_the_image_runs_beside_the_agent_and_again_beside_the_verifier(

@@ -180,3 +180,16 @@ def test_an_interrupted_check_leaves_no_container(home: Path, tmp_path: Path, do
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted; its sandboxes are removed" in said
     assert docker(docker_host, *listed) == ""
+
+
+def test_a_task_whose_image_cannot_be_had_is_broken_and_the_others_are_checked(home: Path, tmp_path: Path) -> None:
+    native(tmp_path, "fine")
+    write_task(tmp_path / "away", HARBOR, **{"environment/Dockerfile": "FROM registry.invalid/org/name:1\n"})
+    write_task(
+        tmp_path / "kept", HARBOR, **{"environment/Dockerfile": f"{HARBOR['environment/Dockerfile']}VOLUME /d\n"}
+    )
+    found = {task["task"]: task for task in json.loads(check(tmp_path, "--json", code=1).stdout)["tasks"]}
+    assert found["fine"]["fit"]
+    [away], [kept] = found["away"]["findings"], found["kept"]["findings"]
+    assert away["what"] == "broken" and "registry.invalid/org/name:1 is not on this machine" in away["why"]
+    assert kept["what"] == "unsupported" and "keeps /d in volumes" in kept["why"]

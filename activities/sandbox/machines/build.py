@@ -19,6 +19,10 @@ from activities.sandbox.machines.context import write_context
 from tasksets.base import ImageSource
 from workflows.errors import SandboxError
 
+MEMORY_MB = 4096
+CPUS = 2
+"""Of one build."""
+PERIOD_US = 100_000
 SAID = 6
 """Lines of a failed step that are told."""
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -65,6 +69,10 @@ async def build(
         "labels": json.dumps(labels),
         "rm": "1",
         "forcerm": "1",
+        "memory": str(MEMORY_MB << 20),
+        "memswap": str(MEMORY_MB << 20),
+        "cpuperiod": str(PERIOD_US),
+        "cpuquota": str(CPUS * PERIOD_US),
     }
     progress = Progress()
 

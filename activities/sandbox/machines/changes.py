@@ -12,7 +12,7 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from activities.sandbox.machines.facts import ImageFacts
@@ -101,9 +101,11 @@ def review(
     may_change: list[str],
     starts: Iterable[str] = (),
     ahead: Iterable[str] = (),
+    left: Iterable[str] = (),
 ) -> Review:
     """`mounts` are where the verifier's own things will be; `may_change` is what an honest answer changes; `starts` the
-    words of what is started before the verifier; `ahead` the folders in which Python looks before its own library."""
+    words of what is started before the verifier; `ahead` the folders in which Python looks before its own library;
+    `left` what stays behind where it is new."""
     found = list(changes)
     paths = {change.path for change in found}
     above = {path[:at] for path in paths for at in range(1, len(path)) if path[at] == "/"}
@@ -112,12 +114,16 @@ def review(
     weigher.named = named_paths(starts, facts.workdir)
     for change in found:
         leaf = change.path not in above
-        if any(_within(mount, change.path) for mount in mounts):
+        if any(within(mount, change.path) for mount in mounts):
             weighed.folders.append(change.path)
-        elif any(_within(change.path, mount) for mount in (*mounts, "/dev", "/proc", "/sys", "/run/ratchet")):
+        elif any(within(change.path, mount) for mount in (*mounts, "/dev", "/proc", "/sys", "/run/ratchet")):
             continue
-        elif any(_within(change.path, allowed) for allowed in may_change):
+        elif any(within(change.path, allowed) for allowed in may_change):
             weighed.carried.append(change.path)
+        elif change.kind is Kind.ADDED and change.path in left:
+            weighed.dropped.append(change.path)
+        elif change.kind is Kind.ADDED and any(within(change.path, folder) for folder in left):
+            continue
         elif leaf or change.path in weigher.programs:
             weigher.weigh(change)
     return weighed
@@ -139,7 +145,7 @@ class _Weigher:
         self._beside = places | {_above(place) for place in places}
         self._trusted = (*TRUSTED, *self._path, *facts.interpreters, *facts.library_folders)
         self._homes = {"/root", *(user.home for user in facts.users.values())} - {"/"}
-        self._homes = {home for home in self._homes if not any(_within(home, system) for system in _SYSTEM_HOMES)}
+        self._homes = {home for home in self._homes if not any(within(home, system) for system in _SYSTEM_HOMES)}
         self._sites = {f"{home}/.local/lib" for home in self._homes}
         self.programs = set(facts.programs)
         self._names = {program.rpartition("/")[2] for program in facts.programs}
@@ -147,11 +153,11 @@ class _Weigher:
 
     def weigh(self, change: Change) -> None:
         path, weighed = change.path, self._weighed
-        trusted = any(_within(path, folder) or _within(folder, path) for folder in self._trusted)
+        trusted = any(within(path, folder) or within(folder, path) for folder in self._trusted)
         packages = self._packages(path)
         if why := self._hooks(change) or (change.kind is Kind.ADDED and self._stands_ahead(path)):
             weighed.tampered.append(why)
-        elif _within(path, CACHE):
+        elif within(path, CACHE):
             weighed.dropped.append(path)
             weighed.restored = [CACHE]
         elif path.endswith(".pyc") or "/__pycache__" in path:
@@ -159,7 +165,7 @@ class _Weigher:
             (weighed.dropped if trusted or packages else weighed.carried).append(path)
         elif change.kind is not Kind.ADDED and (trusted or packages or self._starts(path)):
             weighed.suspects.append(path)
-        elif any(_within(path, start) for start in STARTUP) or self._of_a_home(path):
+        elif any(within(path, start) for start in STARTUP) or self._of_a_home(path):
             weighed.dropped.append(path)
         elif change.kind is Kind.ADDED and (packages or trusted):
             self._weigh_new(path, packages)
@@ -169,20 +175,20 @@ class _Weigher:
     def _packages(self, path: str) -> re.Match[str] | None:
         """A path among the packages of an interpreter that the verifier may use: not of one that the agent made."""
         found = _PACKAGES.fullmatch(path)
-        if found is None or found["place"] not in self._added or any(_within(path, home) for home in self._sites):
+        if found is None or found["place"] not in self._added or any(within(path, home) for home in self._sites):
             return found
-        ours = any(_within(path, folder) for folder in TRUSTED)
+        ours = any(within(path, folder) for folder in TRUSTED)
         return found if ours and _above(found["place"]).rpartition("/")[2] in self._versions else None
 
     def _starts(self, path: str) -> bool:
-        if path.rpartition("/")[2] in _PREFIX or any(_within(named, path) for named in self.named):
+        if path.rpartition("/")[2] in _PREFIX or any(within(named, path) for named in self.named):
             return True
-        return any(_within(path, start) or _within(start, path) for start in (*STARTUP, *LOADER, *CHOICES))
+        return any(within(path, start) or within(start, path) for start in (*STARTUP, *LOADER, *CHOICES))
 
     def _hooks(self, change: Change) -> str:
         """What a path that is new, or is not trusted, does to programs that start; empty for most."""
         path, (folder, _, name) = change.path, change.path.rpartition("/")
-        if change.kind is Kind.ADDED and any(_within(path, loader) for loader in LOADER):
+        if change.kind is Kind.ADDED and any(within(path, loader) for loader in LOADER):
             return f"{path} is read by every program that starts"
         # What lies in __pycache__ starts nowhere without its source, and is not carried from where it could.
         if "/__pycache__/" not in path and any(part.partition(".")[0] in HOOKS for part in path.split("/")):
@@ -216,7 +222,7 @@ class _Weigher:
         on_path = folder in self._path
         module = re.split(r"[.-]", packages["first"])[0] if packages else ""
         imported = _module(packages["first"], below=bool(packages["rest"])) if packages else ""
-        known = any(_within(path, library) for library in self._interpreters)
+        known = any(within(path, library) for library in self._interpreters)
         if on_path and name in self._names:
             weighed.tampered.append(f"{path} stands before a program of that name")
         elif _LIBRARY.fullmatch(name) and name in self._libraries:
@@ -236,7 +242,7 @@ class _Weigher:
             weighed.carried.append(path)
 
 
-def _within(path: str, folder: str) -> bool:
+def within(path: str, folder: str) -> bool:
     """Whether it is that folder or below it."""
     return path == folder or path.startswith(f"{folder}/")
 
@@ -259,3 +265,13 @@ def named_paths(words: Iterable[str], workdir: str) -> frozenset[str]:
     "/app/run.sh"."""
     found = {word for text in words for word in _WORD.findall(text)}
     return frozenset(posixpath.normpath(posixpath.join(workdir or "/", word)) for word in found)
+
+
+def moved(changes: Iterable[Change], places: dict[str, str]) -> list[Change]:
+    """Those at or below the keys, as they are at the values."""
+    return [
+        replace(change, path=target + change.path[len(source) :])
+        for change in changes
+        for source, target in places.items()
+        if within(change.path, source)
+    ]

@@ -10,7 +10,6 @@ is over, all processes are killed before anything is read. Called by `judge_mach
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +20,12 @@ from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import Blame, SandboxGone
 from activities.sandbox.machines import inspection
-from activities.sandbox.machines.changes import Review, review
+from activities.sandbox.machines.changes import Review, moved, review, within
 from activities.sandbox.machines.facts import ImageFacts
 from activities.sandbox.machines.kit import INSIDE as KIT
 from activities.sandbox.machines.kit import Kits, kit_environment, script_of
-from activities.sandbox.machines.machines import Machines, machine_spec, started_words
+from activities.sandbox.machines.machines import MODULE, Machines, environments, python_path, started_words
+from activities.sandbox.machines.plugin.ratchet_report import SAFE
 from activities.sandbox.machines.report import read_bounded
 from activities.sandbox.machines.reward import FULL, Found, find_reward
 from activities.sandbox.machines.room import Room, mount_points, opened
@@ -39,8 +39,6 @@ from workflows.errors import SandboxError, VerifierError
 CAP_BYTES = 1 << 20
 REWARD_BYTES = 64 << 10
 REWARDS = ("reward.json", "reward.txt")
-MODULE = re.compile(r"\s-\w*m\s*(pytest|py\.test)\b")
-"""How a script runs pytest from the working folder, into which Python looks first."""
 SUSPECTS = 400
 """Trusted paths that are compared one by one; who changed more changed the machine."""
 
@@ -99,8 +97,7 @@ class Examiner:
     async def _weigh(self, state: State, machine: Machine, facts: ImageFacts) -> Review:
         grading = machine.grading
         if grading.artifacts is not None:
-            # Nothing but these leaves the machine: what else happened there is of no account.
-            return Review()
+            return await self._weigh_artifacts(state, machine, facts, grading.artifacts)
         weighed = review(
             await state.changes(),
             facts.model_copy(update={"workdir": machine.workdir or facts.workdir}),
@@ -108,6 +105,7 @@ class Examiner:
             may_change=grading.may_change,
             starts=started_words(machine, facts),
             ahead=python_path(machine, facts),
+            left=environments(machine, facts),
         )
         for path in weighed.folders:
             if not await state.is_folder(path):
@@ -117,6 +115,28 @@ class Examiner:
                 weighed.tampered.append(f"{path} is a link in the place of a module")
         weighed.tampered += await self._compared(state, weighed.suspects)
         return weighed
+
+    async def _weigh_artifacts(
+        self, state: State, machine: Machine, facts: ImageFacts, artifacts: list[Artifact]
+    ) -> Review:
+        """Nothing but these leaves the machine: what else happened there is of no account."""
+        if machine.grading.image is not None:
+            return Review()
+        workdir = PurePosixPath(machine.workdir or facts.workdir)
+        places = {
+            str(workdir / artifact.source): str(workdir / (artifact.destination or artifact.source))
+            for artifact in artifacts
+        }
+        weighed = review(
+            moved(await state.changes(), places),
+            facts.model_copy(update={"workdir": str(workdir)}),
+            mounts=mount_points(machine.grading),
+            may_change=machine.grading.may_change,
+            starts=started_words(machine, facts),
+            ahead=python_path(machine, facts),
+        )
+        suspects = [path for path in weighed.suspects if any(within(path, source) for source in places)]
+        return Review(tampered=weighed.tampered + await self._compared(state, suspects), look=weighed.look)
 
     async def _compared(self, state: State, suspects: list[str]) -> list[str]:
         """Which of the trusted paths are not what the image has, in words."""
@@ -137,11 +157,12 @@ class Examiner:
         kit = await self._kits.kit(grading)
         if grading.artifacts is not None:
             image = (await self._machines.image(grading.image)).id if grading.image else answer.image_id
-            async with opened(self._backend, grading, machine_spec(machine, image), labels, kit) as room:
+            spec = await self._machines.machine_spec(machine, image)
+            async with opened(self._backend, grading, spec, labels, kit) as room:
                 yield room
             return
         try:
-            spec = machine_spec(machine, await state.keep())
+            spec = await self._machines.machine_spec(machine, await state.keep())
             async with opened(self._backend, grading, spec, labels, kit) as room:
                 yield room
         finally:
@@ -211,19 +232,15 @@ class Examiner:
         """Bring what is not in the image of the grading machine; the paths that are to be looked at for links."""
         grading = machine.grading
         target = State(self._backend.daemon, self._backend.boxes, room.sandbox.id)
-        artifacts = grading.artifacts
-        if artifacts is None:
-            # What lies in an image's volumes is in no snapshot.
-            artifacts = [Artifact(source=path) for path in facts.volumes]
         workdir = PurePosixPath(machine.workdir or facts.workdir)
-        for artifact in artifacts:
+        for artifact in grading.artifacts or []:
             source = str(workdir / artifact.source)
             archive = await state.archive(source)
             if archive is not None:
                 await target.put("/", relocated(archive, str(workdir / (artifact.destination or source))))
         if grading.artifacts is None:
             return weighed.carried
-        return [str(workdir / (artifact.destination or artifact.source)) for artifact in artifacts]
+        return [str(workdir / (artifact.destination or artifact.source)) for artifact in grading.artifacts]
 
     async def _restore(self, state: State, room: Room, paths: list[str]) -> None:
         """Write what the image has at these paths, where nothing is any more."""
@@ -243,15 +260,12 @@ class Examiner:
         env = person.env | room.report.environment(person.env)
         if room.kit:
             env |= kit_environment() | {"PATH": f"{KIT}/bin:{env['PATH']}"}
+            if f"{machine.workdir or facts.workdir}/.venv" not in environments(machine, facts):
+                # The image's, weighed like all of it, and what is installed there can't be had elsewhere.
+                del env["UV_PROJECT_ENVIRONMENT"]
+        if MODULE.search(script_of(grading)):
+            env |= {"PYTHONSAFEPATH": SAFE}
         return replace(person, env=env)
-
-
-def python_path(machine: Machine, facts: ImageFacts) -> list[str]:
-    """Folders in which a Python of the verifier looks before its own library."""
-    env = facts.env | machine.env | machine.grading.env
-    workdir = machine.workdir or facts.workdir
-    entries = [str(PurePosixPath(workdir) / entry) for entry in env.get("PYTHONPATH", "").split(":") if entry]
-    return [*entries, *([workdir] if MODULE.search(script_of(machine.grading)) else [])]
 
 
 async def _difference(before: State, after: State, path: str) -> str:

@@ -93,6 +93,9 @@ class TaskImages:
         return self._keys[whole]
 
     async def _build(self, source: ImageSource, key: str) -> TaskImage:
+        context = Path(source.context).resolve()
+        if not (context / source.dockerfile).resolve().is_relative_to(context):
+            raise SandboxError(f"{source.dockerfile} leads out of the build context", retryable=False)
         try:
             text = (Path(source.context) / source.dockerfile).read_text()
         except (OSError, ValueError) as error:

@@ -96,6 +96,9 @@ def kit_environment() -> dict[str, str]:
         "UV_PYTHON_DOWNLOADS": "never",
         "UV_CACHE_DIR": f"/var/tmp/ratchet-{secrets.token_hex(8)}",
         "UV_NO_CONFIG": "1",
+        # Of a project beside the answer neither the environment nor the places of its packages.
+        "UV_PROJECT_ENVIRONMENT": f"/var/tmp/ratchet-{secrets.token_hex(8)}/venv",
+        "UV_NO_SOURCES": "1",
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": wheels,
         "PIP_NO_CACHE_DIR": "1",

@@ -7,8 +7,10 @@ lies in the sandbox's folder on the host. Called by `SandboxActivities`, `Examin
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import asdict
+from pathlib import PurePosixPath
 from typing import Any
 
 from activities.sandbox.channel import INSIDE as CLOSED
@@ -16,8 +18,10 @@ from activities.sandbox.channel import Operation, Person
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
+from activities.sandbox.machines.changes import within
 from activities.sandbox.machines.facts import ImageFacts, KnownImages, facts_of, listing, settings
 from activities.sandbox.machines.images import TaskImage, TaskImages
+from activities.sandbox.machines.kit import script_of
 from activities.sandbox.machines.storage import Storage
 from tasksets.base import Healthcheck, ImageSource, Machine, Task
 from workflows.errors import SandboxError
@@ -25,6 +29,9 @@ from workflows.errors import SandboxError
 PERSON = "ratchet.person"
 """Label of a sandbox's folder: the agent, as JSON."""
 STORAGE = "ratchet.storage-mb"
+MODULE = re.compile(r"\s-\w*m\s*(pytest|py\.test)\b")
+"""How a script runs pytest from the working folder, into which Python looks first."""
+UV = re.compile(r"\buvx?\s")
 PREPARE_S = 60.0
 PROCESSES = 1024
 KEEPS_ALIVE = ["sh", "-c", "sleep infinity"]
@@ -37,6 +44,7 @@ class Machines:
     def __init__(self, backend: DockerBackend) -> None:
         self._backend = backend
         self._images = TaskImages(backend.daemon, backend.state, local_bases=backend.local_bases)
+        self._cpus = 0
         self._known = KnownImages(backend.state / "image-facts-2")
 
     async def image(self, source: ImageSource) -> TaskImage:
@@ -47,7 +55,23 @@ class Machines:
         """What to start for a task, native or not. Raises SandboxError."""
         if task.machine is None:
             return SandboxSpec(image=task.image)
-        return machine_spec(task.machine, (await self.image(task.machine.image)).id)
+        image = await self.image(task.machine.image)
+        if why := unmeasured(settings(await self.inspect(image.id))["volumes"]):
+            raise SandboxError(f"{task.id}: {why}", retryable=False)
+        return await self.machine_spec(task.machine, image.id)
+
+    async def machine_spec(self, machine: Machine, image: str) -> SandboxSpec:
+        """The daemon refuses more CPUs than it has."""
+        if not self._cpus:
+            info = await self._backend.daemon.call("info", lambda client: client.system.info())
+            self._cpus = int(info["NCPU"])
+        return SandboxSpec(
+            image=image,
+            memory_mb=machine.memory_mb,
+            cpus=min(machine.cpus, self._cpus),
+            processes=PROCESSES,
+            machine=True,
+        )
 
     async def prepare(self, task: Task, sandbox: Sandbox) -> None:
         """Make a machine ready for the agent. Raises SandboxError, final for what would fail again."""
@@ -118,14 +142,37 @@ class Machines:
             raise SandboxError(f"{what} failed: {ending}: {said}", retryable=False)
 
 
-def machine_spec(machine: Machine, image: str) -> SandboxSpec:
-    return SandboxSpec(image=image, memory_mb=machine.memory_mb, cpus=machine.cpus, processes=PROCESSES, machine=True)
+def unmeasured(volumes: list[str]) -> str:
+    """Why an image with these volumes can't be used; empty for none: what is written there lies in no snapshot, and no
+    bound of the machine's disk holds for it."""
+    return (
+        f"its image keeps {', '.join(volumes)} in volumes (VOLUME), which are neither bounded nor weighed"
+        if volumes
+        else ""
+    )
 
 
 def started_words(machine: Machine, facts: ImageFacts) -> list[str]:
     """All words of what `Machines.start` runs."""
     check = [machine.healthcheck.command] if machine.healthcheck else []
     return [*facts.entrypoint, *machine.start, *check]
+
+
+def python_path(machine: Machine, facts: ImageFacts) -> list[str]:
+    """Folders in which a Python of the verifier looks before its own library."""
+    env = facts.env | machine.env | machine.grading.env
+    workdir = machine.workdir or facts.workdir
+    entries = [str(PurePosixPath(workdir) / entry) for entry in env.get("PYTHONPATH", "").split(":") if entry]
+    return [*entries, *([workdir] if MODULE.search(script_of(machine.grading)) else [])]
+
+
+def environments(machine: Machine, facts: ImageFacts) -> list[str]:
+    """Where uv, in a verifier that runs it, would look for an interpreter, and start it: those that an agent made."""
+    if not UV.search(script_of(machine.grading)):
+        return []
+    workdir = PurePosixPath(machine.workdir or facts.workdir)
+    places = [str(folder / ".venv") for folder in (workdir, *workdir.parents)]
+    return [place for place in places if not any(within(library, place) for library in facts.interpreters)]
 
 
 def folders_script(machine: Machine, agent: Person) -> str:

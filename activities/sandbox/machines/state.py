@@ -27,6 +27,8 @@ from activities.sandbox.machines.changes import Change, Kind
 from workflows.errors import SandboxError
 
 REPOSITORY = "ratchet/answer"
+ANSWER = "ratchet.answer"
+"""Label of such an image: the container of which it was made."""
 STOP_S = 15.0
 MOST_BYTES = 256 << 20
 """Of one archive."""
@@ -92,12 +94,19 @@ class State:
 
         async def head(client: Any) -> str:
             url = f"containers/{self._container}/archive"
-            async with client._query(url, "HEAD", params={"path": path}) as reply:
-                return str(reply.headers.get("X-Docker-Container-Path-Stat", ""))
+            try:
+                async with client._query(url, "HEAD", params={"path": path}) as reply:
+                    return str(reply.headers.get("X-Docker-Container-Path-Stat", ""))
+            except json.JSONDecodeError:
+                # The client reads a refusal from the body, and a HEAD has none.
+                return ""
 
         with tolerated(404):
-            found = json.loads(base64.b64decode(await self._daemon.call("stat", head)) or "{}")
-            return Stat(int(found.get("mode", 0)), int(found.get("size", 0)), there=bool(found))
+            if said := await self._daemon.call("stat", head):
+                found = json.loads(base64.b64decode(said))
+                return Stat(int(found["mode"]), int(found["size"]), there=True)
+            if await self.archive(path) is not None:
+                raise SandboxError(f"the daemon does not say what {path} is")
         return Stat()
 
     async def archive(self, path: str) -> bytes | None:
@@ -129,10 +138,12 @@ class State:
 
     async def keep(self) -> str:
         """Its files as an image, until `forget`; the image's id."""
+        # The tag would leave the image of a try that was cut short.
+        await self.forget()
         made = await self._daemon.call(
             "commit",
             lambda client: client.containers.container(self._container).commit(
-                repository=REPOSITORY, tag=self._container
+                repository=REPOSITORY, tag=self._container, changes=[f"LABEL {ANSWER}={self._container}"]
             ),
             queued=False,
             limit_s=SLOW_S,
@@ -184,6 +195,11 @@ async def forget(daemon: Daemon, container: str) -> None:
     with tolerated(404, 409):
         await daemon.call(
             "remove image", lambda client: client.images.delete(f"{REPOSITORY}:{container}", force=True, noprune=False)
+        )
+    filters = json.dumps({"dangling": ["true"], "label": [f"{ANSWER}={container}"]})
+    with tolerated(409):  # another is pruning
+        await daemon.call(
+            "prune", lambda client: client._query_json("images/prune", "POST", params={"filters": filters})
         )
 
 

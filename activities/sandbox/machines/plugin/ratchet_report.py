@@ -10,9 +10,12 @@ import hashlib
 import hmac
 import json
 import os
+import sys
 from typing import Any
 
 FOLDER = "/run/ratchet/report"
+SAFE = "ratchet"
+"""The value of PYTHONSAFEPATH that is for pytest's own imports and for nothing after them."""
 
 
 def _take_key() -> bytes:
@@ -63,6 +66,14 @@ class Reporter:
         with open(os.path.join(FOLDER, "key.part"), "wb") as file:
             file.write(following)
         os.rename(os.path.join(FOLDER, "key.part"), os.path.join(FOLDER, "key"))
+
+
+def pytest_load_initial_conftests(early_config: Any) -> None:
+    """Before the first of the tests' own modules: the working folder is where `python -m pytest` has it."""
+    if os.environ.get("PYTHONSAFEPATH") == SAFE:
+        del os.environ["PYTHONSAFEPATH"]
+        if getattr(sys.flags, "safe_path", False) and os.path.basename(sys.argv[0]) == "__main__.py":
+            sys.path.insert(0, os.getcwd())
 
 
 def pytest_configure(config: Any) -> None:
