@@ -249,12 +249,18 @@ async def test_a_run_that_ended_leaves_no_machine_and_no_answer(
 async def test_what_a_grading_that_was_cut_short_left_goes_with_its_attempt(
     ground: Ground, attempted: Attempted, tmp_path: Path, docker_host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forget, called = State.forget, list[State]()
+
     async def dies(*_: object) -> None:
         raise RuntimeError("as a killed worker")
 
+    async def dies_once_it_has_kept(state: State) -> None:
+        called.append(state)
+        await (forget(state) if len(called) == 1 else dies())
+
     async with attempted(harbor(tmp_path)) as episode:
         with monkeypatch.context() as patch:
-            patch.setattr(State, "forget", dies)
+            patch.setattr(State, "forget", dies_once_it_has_kept)
             patch.setattr(DockerBackend, "close", dies)
             with pytest.raises(RuntimeError):
                 await episode.verify()
