@@ -112,8 +112,11 @@ class Staging:
 
 
 def read_header(buffer: bytearray | mmap.mmap) -> tuple[dict[str, Any], int]:
-    """The safetensors header without its metadata, and where its tensors' bytes begin."""
+    """The safetensors header without its metadata, and where its tensors' bytes begin: 8 bytes little-endian length, a
+    JSON header, then the bytes that its offsets divide. Raises ValueError where there is none."""
     length = int.from_bytes(buffer[:8], "little")
+    if not 0 < length <= len(buffer) - 8:
+        raise ValueError("no safetensors header")
     header: dict[str, Any] = json.loads(bytes(buffer[8 : 8 + length]))
     header.pop("__metadata__", None)
     return header, 8 + length

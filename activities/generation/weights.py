@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import mmap
 import os
 import shutil
-import struct
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from activities.generation.staging import DTYPES, read_header
 from activities.publication.delta import WrongDelta
 from activities.publication.fetching import fetch_version
 from activities.publication.manifest import Manifest, TensorInfo
@@ -28,7 +29,6 @@ from workflows.errors import EngineError, StorageError
 
 KEEP = 2
 """Versions that stay on the disk: the one served and the one before."""
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 TIED_HEAD = "lm_head.weight"
 
 log = logging.getLogger(__name__)
@@ -162,17 +162,16 @@ def stored_tensors(folder: Path) -> list[TensorInfo]:
 
 
 def _read_header(path: Path) -> list[TensorInfo]:
-    """The format: 8 bytes little-endian length, a JSON header, then the bytes that its offsets divide."""
+    """Raises EngineError (final) where its header and its size are not those of a whole safetensors file."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        if not 0 < length <= size - 8:
-            raise EngineError(f"{path.name} is not a safetensors file", retryable=False)
-        header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            header, begin = read_header(mapped)
+    except ValueError as error:
+        raise EngineError(f"{path.name} is not a safetensors file", retryable=False) from error
     end = max((item["data_offsets"][1] for item in header.values()), default=0)
-    if size != 8 + length + end:
-        raise EngineError(f"{path.name} has {size} bytes, its header says {8 + length + end}", retryable=False)
+    if size != begin + end:
+        raise EngineError(f"{path.name} has {size} bytes, its header says {begin + end}", retryable=False)
     return [
         TensorInfo(name=name, shape=item["shape"], dtype=DTYPES.get(item["dtype"], item["dtype"]))
         for name, item in header.items()
