@@ -55,7 +55,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "direct": {"weight_channel": "direct", "publication": {"store_every": 1000}},
     "colocated": {"weight_channel": "colocated", "mode": "sync", "publication": {"store_every": 1000}},
 }
-PARTS = ("export", "delta", "upload", "offer", "download", "drain", "load", "prove")
+ENGINE_PARTS = ("download", "drain", "load", "prove")
+PARTS = ("export", "delta", "upload", "offer", *ENGINE_PARTS)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -183,8 +184,10 @@ async def _sampled(engines: Sequence[BenchEngine]) -> float:
 
 
 def _part(name: str, published: PublishOutput, outs: list[ApplyOutput]) -> float:
-    """Seconds of one part of the latency: of the publication, or of the slower engine."""
-    return published.seconds.get(name) or max(out.seconds.get(name, 0.0) for out in outs)
+    """Seconds of one part of the latency: of the slower engine where it is an engine's, else of the publication."""
+    if name in ENGINE_PARTS:
+        return max(out.seconds.get(name, 0.0) for out in outs)
+    return published.seconds.get(name, 0.0)
 
 
 async def measure(size: float, options: argparse.Namespace) -> tuple[list[Sequence[object]], dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What bench.weights measures on: a model of a size, a trainer that holds it, real engines under load, a real S3 server."""
+"""What bench.weights measures on: a model of a size, a trainer that holds it, real engines under load, a real S3."""
 
 from __future__ import annotations
 
