@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from activities.training.engine import Trainer
 from activities.training.work import Work
 from bench.own_stack import free_ports
 from storage.objects import ObjectStore
+from workers.stack.state import scratch_root
 from workflows.config import RunConfig
 from workflows.contracts import EngineInfo
 from workflows.errors import EngineError, StorageError
@@ -150,6 +152,7 @@ async def engine(home: Path, model: Path, name: str, dtype: str) -> AsyncIterato
         await client.close()
         process.kill()
         process.wait()
+        shutil.rmtree(scratch_root(home), ignore_errors=True)
 
 
 @contextmanager
