@@ -174,18 +174,27 @@ async def test_the_version_of_every_token_over_a_load_is_that_of_the_weights_tha
     await world.load(key, in_flight, kv)
     loaded.set()
     await asyncio.gather(*players)
+    outs += [await world.generate(number, kv) for number in range(2)]
     segments = [Segment.model_validate_json(world.store.get(out.segment or "")) for out in outs]
     assert len({segment.engine for segment in segments}) == 2, "both engines were under load"
-    judged = spanning = 0
+    judged = spanning = kept = 0
     for segment in segments:
         prompt = segment.loss_mask.index(1)
         versions = segment.versions[prompt:]
         assert versions == sorted(versions) and set(versions) <= {0, 1}
-        if len(set(versions)) == 1 and judged > 2 * EPISODES:
+        if set(versions) == {0} and judged > 2 * EPISODES:
             continue
         judged, spanning = judged + 1, spanning + len(set(versions)) - 1
-        expected = oracle(world.models, segment.token_ids, prompt, versions, stale=stale(in_flight, kv))
+        if kv is KvPlan.KEEP and 0 not in versions:
+            kept += 1
+            switch = segment.cached_tokens
+            assert switch > 0, "a prompt that was there under the old weights is in the cache that they left"
+        else:
+            # The last token of the old weights was sampled and not put in.
+            switch = prompt + versions.index(1) - 1 if stale(in_flight, kv) and set(versions) == {0, 1} else 0
+        expected = oracle(world.models, segment.token_ids, prompt, versions, switch)
         assert segment.logprobs[prompt:] == pytest.approx(expected, abs=2e-4)
+    assert kept >= 2 if kv is KvPlan.KEEP else kept == 0
     if in_flight is InFlight.FINISH:
         assert spanning == 0, "what was in flight ended under the old weights"
     else:
@@ -203,19 +212,17 @@ def stale(in_flight: InFlight, kv: KvPlan) -> bool:
     return in_flight is InFlight.KEEP and kv is not KvPlan.DROP
 
 
-def oracle(models: list[Any], ids: list[int], prompt: int, versions: list[int], *, stale: bool) -> list[float]:
-    """Log-probability of each sampled token under the weights of its version. `stale`: what was put in under the old
-    weights stays as it was; otherwise each version sees all of the sequence."""
+def oracle(models: list[Any], ids: list[int], prompt: int, versions: list[int], switch: int) -> list[float]:
+    """Log-probability of each sampled token under the weights of its version. The new weights find what the old ones
+    left in the cache of the first `switch` ids, and have put in the rest."""
     import torch
 
-    whole = [logprobs(model, ids)[prompt:] for model in models]
-    if not stale or len(set(versions)) == 1:
-        return [whole[version][index] for index, version in enumerate(versions)]
-    # The last token of the old weights was sampled and not put in.
-    switch = prompt + versions.index(1) - 1
-    with torch.no_grad():
-        old = models[0](torch.tensor([ids[:switch]]), use_cache=True)
-        new = models[1](torch.tensor([ids[switch:]]), past_key_values=old.past_key_values, use_cache=True)
-        scores = torch.log_softmax(new.logits[0].float(), dim=-1)
-    later = scores[:-1].gather(1, torch.tensor(ids[switch + 1 :])[:, None])[:, 0].tolist()
-    return whole[0][: versions.index(1)] + later
+    scored = [logprobs(model, ids) for model in models]
+    if switch:
+        with torch.no_grad():
+            old = models[0](torch.tensor([ids[:switch]]), use_cache=True)
+            new = models[1](torch.tensor([ids[switch:]]), past_key_values=old.past_key_values, use_cache=True)
+            scores = torch.log_softmax(new.logits[0].float(), dim=-1)
+        later = scores[:-1].gather(1, torch.tensor(ids[switch + 1 :])[:, None])[:, 0].tolist()
+        scored[1] = scored[1][: switch + 1] + later
+    return [scored[version][prompt + index] for index, version in enumerate(versions)]
