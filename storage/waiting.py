@@ -19,13 +19,17 @@ of its life that does. An episode whose recorded times are longer than its life 
 
 The tail is the time for which the last 5 % of the episodes (one at least) kept the batch waiting. The group that closed
 last caused it; the attempt of that group which ended last has its own eight parts, which add up to the wait too.
-Called by the reservation of a batch.
+`gpu_hours/waiting_on_env` is the time for which the run's GPUs, of engines and trainer together, waited on the
+environment: over all batches the wait, times the GPUs, times the share that its episodes spent on anything of it but
+`generate` and what is nobody's cause (`other`, `wait_for_batch`). Each second of a wait is divided among the episodes
+of the batch evenly, so the causes add up; where other episodes' generation filled the time, an engine did less waiting
+than this says. Called by the reservation of a batch and by the report.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -36,6 +40,8 @@ from storage.tables import Episode, Group, Turn
 from workflows.contracts import BatchWait, EpisodeKind, Outcome
 
 PARTS = ("queue", "boot", "generate", "act", "verify", "other", "wait_for_siblings", "wait_for_batch")
+CAUSES = {"boot": "boot", "act": "act", "verify": "verify", "queue": "queue", "siblings": "wait_for_siblings"}
+"""Causes of `gpu_hours/waiting_on_env`, and the part of the wait that each is."""
 TAIL = 0.05
 """Share of a batch's episodes that are its tail."""
 
@@ -103,6 +109,17 @@ def batch_wait(members: Sequence[Way], last_group: Sequence[Way], *, opened_at: 
         tail_attempt=last.attempt_id,
         tail_parts=parts_of(last, opened_at, complete_at),
     )
+
+
+def gpu_hours_waiting(waits: Iterable[Mapping[str, float]], *, gpus: float) -> dict[str, float]:
+    """`gpu_hours/waiting_on_env` by cause, in GPU-hours. `waits`: the parts of each batch's wait in seconds; `gpus`:
+    how many waited. Example: of a wait whose episodes ran commands for 90 s on average, 8 GPUs waited 0.2 GPU-hours
+    for `act`."""
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    for parts in waits:
+        for cause, part in CAUSES.items():
+            seconds[cause] += parts.get(part, 0.0)
+    return {cause: gpus * value / 3600 for cause, value in seconds.items()}
 
 
 def wait_of(

@@ -12,6 +12,7 @@ from typing import Any
 
 from temporalio.api.common.v1 import Payload
 from temporalio.contrib.pydantic import PydanticPayloadConverter, pydantic_data_converter
+from temporalio.converter import DataConverter, DefaultFailureConverterWithEncodedAttributes, PayloadCodec
 from temporalio.exceptions import ApplicationError
 
 from workflows.contracts import FailureType
@@ -35,3 +36,12 @@ class GuardedPayloadConverter(PydanticPayloadConverter):
 
 
 data_converter = dataclasses.replace(pydantic_data_converter, payload_converter_class=GuardedPayloadConverter)
+
+
+def sealed_by(codec: PayloadCodec) -> DataConverter:
+    """The same through a codec, failures' words and stack traces too."""
+    return dataclasses.replace(
+        data_converter,
+        payload_codec=codec,
+        failure_converter_class=DefaultFailureConverterWithEncodedAttributes,
+    )

@@ -34,12 +34,12 @@ TEMPORARY = ("*.part", "*.part.*", "weights/*/*.part*", "toolbox/building-*")
 
 
 class HostJanitorActivities:
-    """`ending` says how a workflow closed, empty while it runs; `namespace` is the one that it asks; `home` is the
-    state folder."""
+    """`backend` None: no sandbox lives here; `ending` says how a workflow closed, empty while it runs; `namespace` is
+    the one that it asks; `home` is the state folder."""
 
     def __init__(
         self,
-        backend: DockerBackend,
+        backend: DockerBackend | None,
         ending: Callable[[str], Awaitable[str]],
         home: Path,
         *,
@@ -60,19 +60,22 @@ class HostJanitorActivities:
         namespace = await self._namespace()
         files = await asyncio.to_thread(self._sweep_files, self._now() - limits.unowned_grace_s)
         snapshots = await asyncio.to_thread(Snapshots(self._home / "snapshots").sweep)
-        removed, errors = await self._sweep_sandboxes(limits, namespace)
+        backend = self._backend
+        removed, errors = await self._sweep_sandboxes(backend, limits, namespace) if backend else (Counter[str](), [])
         return Swept.together(
             [Swept(removed={"temporary": files, "snapshots": snapshots}), Swept(removed=removed, errors=errors)]
         )
 
-    async def _sweep_sandboxes(self, limits: JanitorInput, namespace: str) -> tuple[Counter[str], list[str]]:
-        ours = [item for item in await self._backend.owned() if item.namespace in ("", namespace)]
+    async def _sweep_sandboxes(
+        self, backend: DockerBackend, limits: JanitorInput, namespace: str
+    ) -> tuple[Counter[str], list[str]]:
+        ours = [item for item in await backend.owned() if item.namespace in ("", namespace)]
         candidates = due(ours, limits)[:MOST]
         attempts = sorted({item.attempt for item in candidates if item.attempt})
         found = await asyncio.gather(*(self._asked(attempt) for attempt in attempts))
         endings = dict(zip(attempts, found, strict=True))
         to_go = [(item, reason) for item in candidates if (reason := reason_to_remove(item, endings))]
-        failures = await asyncio.gather(*(self._remove(item) for item, _ in to_go))
+        failures = await asyncio.gather(*(self._remove(backend, item) for item, _ in to_go))
         names = [f"{'containers' if item.container else 'folders'}/{reason}" for item, reason in to_go]
         done = Counter(name for name, failure in zip(names, failures, strict=True) if not failure)
         return done, [failure for failure in failures if failure]
@@ -81,11 +84,11 @@ class HostJanitorActivities:
         async with self._at_once:
             return await self._ending(attempt)
 
-    async def _remove(self, item: Owned) -> str:
+    async def _remove(self, backend: DockerBackend, item: Owned) -> str:
         """Why it could not be removed; empty when it is gone."""
         async with self._at_once:
             try:
-                await self._backend.close(item.id)
+                await backend.close(item.id)
             except SandboxError as error:
                 return f"{item.id}: {error}"
         return ""

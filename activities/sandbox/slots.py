@@ -46,6 +46,12 @@ class Slots:
         """From now on the daemon knows it, or it failed to start."""
         self._starting.discard(sandbox_id)
 
+    async def held(self) -> set[str]:
+        """The sandboxes that have a slot, or start in one. Raises what `perhaps` and `living` do."""
+        async with self._changed:
+            await self._look(time.monotonic())
+            return set(self._held)
+
     async def free(self, sandbox_id: str) -> None:
         async with self._changed:
             self._held.discard(sandbox_id)

@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from storage import queries
 from storage.database import session
 from storage.tables import Batch
-from storage.waiting import PARTS, Way, batch_wait, parts_of, wait_of
+from storage.waiting import CAUSES, PARTS, Way, batch_wait, gpu_hours_waiting, parts_of, wait_of
 from tests.storage import rows
 from workflows.contracts import BatchWait, Outcome, StopReason
 
@@ -137,3 +137,11 @@ def test_the_split_is_stored_with_the_batch(database: Engine) -> None:
         assert batch is not None
         assert batch.waited == {"to_trainable_batch": 9.0, "queue": 9.0, "median": 4.0, "tail": 2.0}
         assert batch.tail == {"group": "r/g0", "attempt": "r/g0/e1/a0", "parts": {}}
+
+
+def test_gpus_wait_for_each_cause_as_long_as_episodes_spent_on_it_and_for_generation_never() -> None:
+    first = {"act": 90.0, "boot": 9.0, "generate": 1000.0, "other": 50.0, "wait_for_batch": 70.0}
+    second = {"act": 18.0, "wait_for_siblings": 36.0, "to_trainable_batch": 400.0, "tail": 30.0}
+    hours = gpu_hours_waiting([first, second], gpus=8)
+    assert hours == pytest.approx({"boot": 0.02, "act": 0.24, "verify": 0.0, "queue": 0.0, "siblings": 0.08})
+    assert set(CAUSES.values()) < set(PARTS)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,10 +54,22 @@ def some_daemon(asked: str) -> Iterator[str]:
         raise NoDaemon("no Docker daemon answers and this user can't start one")
 
 
-class PrivateDaemon:
-    """`start` it, `kill` it as a crash would, `start` it again; `stop` for good."""
+USER = "dockremap"
+FIRST_ID = 231072
+"""Of the users and groups that a daemon with user namespaces maps its containers' to."""
+NEEDS_USER = ("passwd", f"{USER}:x:60999:60999::/:/bin/false"), ("group", f"{USER}:x:60999:")
+NEEDS_IDS = ("subuid", f"{USER}:{FIRST_ID}:65536"), ("subgid", f"{USER}:{FIRST_ID}:65536")
+COVERED = (
+    'for name in passwd group subuid subgid; do mount --bind "$1/$name" "/etc/$name" || exit 1; done; shift; exec "$@"'
+)
 
-    def __init__(self) -> None:
+
+class PrivateDaemon:
+    """`start` it, `kill` it as a crash would, `start` it again; `stop` for good. `userns`: root of its containers is
+    nobody on this machine, of which only the daemon's own mount name space is told the user."""
+
+    def __init__(self, *, userns: bool = False) -> None:
+        self._userns = userns
         # Not below pytest's folders: a socket's path may have 108 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="ratchet-dockerd-"))
         self._socket = self._folder / "docker.sock"
@@ -77,7 +89,9 @@ class PrivateDaemon:
                 "--address",
                 str(containerd_socket),
             ]
-            self._containerd = subprocess.Popen(["containerd", *containerd], stdout=log, stderr=log)
+            prefix = self._covered() if self._userns else []
+            self._containerd = subprocess.Popen([*prefix, "containerd", *containerd], stdout=log, stderr=log)
+            _wait_for(containerd_socket.exists, self._containerd, self._folder / "log", "containerd")
         options = {
             "--host": self.host,
             "--containerd": containerd_socket,
@@ -86,13 +100,23 @@ class PrivateDaemon:
             "--pidfile": self._folder / "pid",
         }
         command = ["unshare", "--net", "dockerd", "--live-restore", "--iptables=false"]
+        if self._userns:
+            command = ["nsenter", f"--mount=/proc/{self._containerd.pid}/ns/mnt", *command, f"--userns-remap={USER}"]
         command += [f"{name}={value}" for name, value in options.items()]
         self._dockerd = subprocess.Popen(command, stdout=log, stderr=log)
-        until = time.monotonic() + 30
-        while not answers(self._socket):
-            if time.monotonic() > until or self._dockerd.poll() is not None:
-                raise RuntimeError(f"dockerd does not come up: {(self._folder / 'log').read_text()[-2000:]}")
-            time.sleep(0.1)
+        _wait_for(lambda: answers(self._socket), self._dockerd, self._folder / "log", "dockerd")
+
+    def _covered(self) -> list[str]:
+        """What starts a program in a mount name space in which this machine has the user of the containers."""
+        # Root of a container has to get through to its files.
+        self._folder.chmod(0o711)
+        etc = self._folder / "etc"
+        etc.mkdir(exist_ok=True)
+        for name, line in (*NEEDS_USER, *NEEDS_IDS):
+            there = Path("/etc") / name
+            there.touch()
+            (etc / name).write_text(f"{there.read_text().rstrip()}\n{line}\n")
+        return ["unshare", "--mount", "sh", "-c", COVERED, "sh", str(etc)]
 
     def kill(self) -> None:
         """As a crash: no clean-up."""
@@ -108,6 +132,14 @@ class PrivateDaemon:
         for mount in sorted(_mounts_below(self._folder), key=len, reverse=True):
             subprocess.run(["umount", mount], check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, name: str) -> None:
+    until = time.monotonic() + 30
+    while not ready():
+        if time.monotonic() > until or process.poll() is not None:
+            raise RuntimeError(f"{name} does not come up: {log.read_text()[-2000:]}")
+        time.sleep(0.1)
 
 
 def _mounts_below(folder: Path) -> list[str]:
