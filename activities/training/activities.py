@@ -7,6 +7,8 @@ behind is never read.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +20,7 @@ from temporalio import activity
 
 from activities.publication.manifest import training_state_key
 from activities.training import ledger
-from activities.training.batch import Trajectory, trajectory
+from activities.training.batch import Trajectory, trajectories
 from activities.training.checkpoints import load_training_state, note_state, save_training_state
 from activities.training.engine import Trainer
 from activities.training.scoring import divergences
@@ -38,10 +40,12 @@ from workflows.contracts import (
     TrainerOutput,
     UpdateInput,
     UpdateOutput,
+    WeightChannel,
 )
 from workflows.errors import TrainerError
 
 READERS = 8
+log = logging.getLogger(__name__)
 
 
 class TrainingActivities:
@@ -51,6 +55,25 @@ class TrainingActivities:
         self._database = database
         self._spool = spool
         trainer_service.redo = self._redo
+
+    async def get_ready(self) -> None:
+        """Take up the state that the running run's next update begins with, while its groups are still being played:
+        after a restart the libraries and the state take longer than a small update. Nobody waits for this, so what
+        fails here is only logged; the update meets it again and tells it."""
+        try:
+            found = await asyncio.to_thread(ledger.running_state, self._database)
+            if found is None:
+                return
+            run, raw, checkpoint = found
+            config = RunConfig.model_validate(raw)
+            if config.weight_channel is WeightChannel.COLOCATED:
+                # The device is the engines' until they make room.
+                return
+            key = checkpoint or training_state_key(run, 0)
+            await self._service.call(lambda work: self._service.at(key, config, work))
+            log.info("%s: ready to go on from %s", run, key)
+        except Exception:
+            log.exception("not ready before the update")
 
     @activity.defn(name="start_trainer")
     async def start_trainer(self, message: TrainerInput) -> TrainerOutput:
@@ -166,8 +189,9 @@ class TrainingActivities:
             read = list(readers.map(lambda item: [self._segment(key) for key in item.segments], members))
         try:
             return [
-                replace(trajectory(item.attempt_id, item.group_id, item.reward, segments), replayed=item.replayed)
+                replace(branch, replayed=item.replayed)
                 for item, segments in zip(members, read, strict=True)
+                for branch in trajectories(item.attempt_id, item.group_id, item.reward, segments)
             ]
         except ValueError as error:
             raise TrainerError(str(error), retryable=False) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sqlalchemy import Engine
 from sqlmodel import Session, col, select, update
@@ -14,7 +15,7 @@ from sqlmodel import Session, col, select, update
 from storage.archive import uses_in
 from storage.database import session
 from storage.groups import trainable
-from storage.tables import VOID, Batch, BatchMember, Episode, Group, Turn
+from storage.tables import VOID, Batch, BatchMember, Episode, Group, Run, Turn
 from workflows.contracts import VALID
 from workflows.errors import FencedError, TrainerError
 
@@ -129,6 +130,24 @@ def checkpoint_before(database: Engine, run: str, step: int, first: str) -> str:
     if previous is None or not previous.checkpoint:
         raise TrainerError(f"{run}: step {step} can't begin, step {step - 1} is not trained", retryable=False)
     return previous.checkpoint
+
+
+def running_state(database: Engine) -> tuple[str, dict[str, Any], str] | None:
+    """(run, its configuration, manifest key of the state that its next update begins with) of the run that began last
+    of those that have not ended; the key is empty before its first update. None where all have ended."""
+    with session(database) as opened:
+        run = opened.exec(
+            select(Run).where(col(Run.ended_at).is_(None)).order_by(col(Run.started_at).desc()).limit(1)
+        ).first()
+        if run is None:
+            return None
+        newest = opened.exec(
+            select(Batch.checkpoint)
+            .where(Batch.run == run.id, Batch.state != VOID, Batch.checkpoint != "")
+            .order_by(col(Batch.step).desc())
+            .limit(1)
+        ).first()
+        return run.id, run.config, newest or ""
 
 
 def require_fence(database: Engine, batch_id: str, fence: int) -> None:

@@ -19,7 +19,7 @@ from activities.training import ledger
 from activities.training.engine import Trainer
 from activities.training.work import Stopped, Work
 from storage.database import session
-from storage.tables import Batch
+from storage.tables import Batch, Run
 from tests.training.worlds import Worlds, assert_equal, weights_of
 from workflows.config import RunConfig
 from workflows.errors import StorageError, TrainerError
@@ -42,6 +42,45 @@ async def test_a_resumed_run_is_equal_to_the_bit(world: Worlds, stage: int, lora
         for name in ("loss", "grad_norm", "learning_rate", "entropy"):
             assert one.metrics[name] == other.metrics[name], name
     assert_equal(weights_of(straight), weights_of(broken))
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+async def test_a_restarted_trainer_takes_up_the_running_runs_state_before_it_is_asked(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, updates: int
+) -> None:
+    straight, broken = world(), world()
+    for run in (straight, broken):
+        await run.start()
+        for step in (1, 2):
+            run.reserve(step)
+        for step in range(1, updates + 1):
+            await run.update(step)
+    with session(broken.database) as opened:
+        row = opened.get_one(Run, broken.run)
+        row.config, row.started_at = broken.config, 1.0
+        # One that began later has ended: it goes on with nothing.
+        opened.add(Run(id="ended", state="finished", mode="sync", seed=7, started_at=2.0, ended_at=3.0))
+    broken.restarted()
+    await broken.trains.get_ready()
+    monkeypatch.delattr("activities.training.service.load_training_state")
+    for step in range(updates + 1, 3):
+        await straight.update(step)
+        await broken.update(step)
+    assert_equal(weights_of(straight), weights_of(broken))
+
+
+async def test_a_trainer_that_can_not_take_up_a_state_ahead_waits_to_be_asked(
+    world: Worlds, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = world()
+    await run.trains.get_ready()
+    with session(run.database) as opened:
+        opened.get_one(Run, run.run).config = run.config
+    await run.trains.get_ready()
+    assert "not ready before the update" in caplog.text
+    await run.start()
+    run.reserve(1)
+    assert (await run.update(1)).step == 1
 
 
 @pytest.mark.parametrize("seam", ["save_training_state", "commit", "half way"])
