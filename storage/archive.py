@@ -1,5 +1,5 @@
 """The archive of rare successes: valid successes of tasks that the policy seldom solves. One may join a later group of
-the same task that has none, so that it has something to learn from.
+the same task that has none, so that it has something to learn from. What is in quarantine is no part of it.
 
 Keyword-only functions over one open session. Nothing is copied: the archive is the run's own episodes, and each use of
 one is a row of Replay. Called when a group is recorded and when a batch is reserved.
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import case, func
+from sqlalchemy import case, func, not_
 from sqlmodel import Session, col, select
 
+from storage.quarantine import in_quarantine
 from storage.tables import Batch, Episode, Group, Replay, Run
 from workflows.contracts import VALID, EpisodeKind, GroupResult, Outcome
 
@@ -37,6 +38,7 @@ def replay_for(opened: Session, *, run: str, result: GroupResult) -> str:
         & (col(Episode.kind) == EpisodeKind.TRAIN)
         & col(Episode.outcome).in_(VALID)
         & col(Episode.reward).is_not(None)
+        & not_(in_quarantine())
     )
     passed = col(Episode.outcome) == Outcome.MODEL_SUCCESS
     tried, succeeded = opened.exec(
@@ -54,8 +56,10 @@ def replay_for(opened: Session, *, run: str, result: GroupResult) -> str:
 
 
 def use(opened: Session, *, batch_id: str, group_ids: Sequence[str]) -> int:
-    """Note the archived successes that train with these groups in a batch; how many. May be repeated."""
-    groups = opened.exec(select(Group).where(col(Group.id).in_(group_ids), Group.replay != "")).all()
+    """Note the archived successes that train with these groups in a batch; how many. May be repeated. None that is in
+    quarantine does."""
+    joined = select(Group).join(Episode, col(Group.replay) == Episode.id).where(not_(in_quarantine()))
+    groups = opened.exec(joined.where(col(Group.id).in_(group_ids))).all()
     for group in groups:
         if opened.get(Replay, (batch_id, group.id)) is None:
             opened.add(Replay(batch=batch_id, group_id=group.id, episode=group.replay))

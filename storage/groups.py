@@ -7,14 +7,18 @@ Reads only, keyword-only, over one open session. Called by the report, the updat
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, distinct, func, literal_column
 from sqlmodel import Session, col, select
 
+from storage.quarantine import in_quarantine
+from storage.queries import members_of, run_row
 from storage.series import batches, void_batches
 from storage.tables import BatchMember, Episode, Group, Quarantine
-from workflows.contracts import VALID, EpisodeKind, Outcome
+from workflows.config import RunConfig
+from workflows.contracts import VALID, EpisodeKind, Outcome, ShortGroup
 from workflows.errors import StorageError
 
 LEFT_OUT = {"beyond_divergence": "off_policy/dropped_groups", "no_signal": "groups/no_signal"}
@@ -49,6 +53,55 @@ def trainable(opened: Session, *, group_id: str) -> Trainable:
     ).all()
     taken = [attempt for attempt in ids if group.members is None or attempt in group.members]
     return Trainable(group_id, sorted(taken, key=_sibling))
+
+
+def sound(opened: Session, *, run: str, groups: Sequence[Trainable]) -> list[Trainable]:
+    """The groups without what is in quarantine. One that lost by that what it needs to train is left out: as many
+    members as the run asks of a group, and two different rewards, of which one may be an archived success's."""
+    rows = opened.exec(select(Group).where(col(Group.id).in_([group.group_id for group in groups]))).all()
+    joined = {row.id: row.replay for row in rows if row.replay}
+    ids = [*(attempt for group in groups for attempt in group.members), *joined.values()]
+    marked = set(opened.exec(select(Episode.id).where(col(Episode.id).in_(ids), in_quarantine())).all())
+    if not marked:
+        return list(groups)
+    rewards = dict(opened.exec(select(Episode.id, Episode.reward).where(col(Episode.id).in_(ids))).all())
+    rollout = RunConfig.model_validate(run_row(opened, run=run).config).rollout
+    fewest = 2 if rollout.short_group is ShortGroup.TRAIN else rollout.group_size
+    kept = []
+    for group in groups:
+        members = [attempt for attempt in group.members if attempt not in marked]
+        replay = joined.get(group.group_id, "")
+        scored = members + ([replay] if replay and replay not in marked else [])
+        whole = len(scored) == len(group.members) + bool(replay)
+        if whole or (len(members) >= fewest and len({rewards[attempt] for attempt in scored}) > 1):
+            kept.append(Trainable(group.group_id, members))
+    return kept
+
+
+def barred(opened: Session, *, run: str) -> list[int]:
+    """Numbers of the closed groups that could train but for what is in quarantine, and that no batch has taken."""
+    marked = select(Episode.id).where(Episode.run == run, in_quarantine())
+    touched = select(Episode.group_id).where(Episode.run == run, in_quarantine())
+    rows = opened.exec(
+        select(Group)
+        .where(Group.run == run, col(Group.eligible).is_(True))
+        .where(col(Group.id).not_in(select(BatchMember.group_id)))
+        .where(col(Group.id).in_(touched) | col(Group.replay).in_(marked))
+        .order_by(col(Group.number))
+    ).all()
+    kept = {
+        group.group_id
+        for group in sound(opened, run=run, groups=[trainable(opened, group_id=row.id) for row in rows])
+    }
+    return [row.number for row in rows if row.id not in kept]
+
+
+def reserved(opened: Session, *, batch_id: str) -> list[Trainable]:
+    """The groups of a batch that was cut, as it was cut."""
+    found: dict[str, list[str]] = {}
+    for member in members_of(opened, batch_id=batch_id):
+        found.setdefault(member.group_id, []).append(member.episode)
+    return [Trainable(group_id, members) for group_id, members in found.items()]
 
 
 def _sibling(attempt_id: str) -> int:

@@ -9,9 +9,10 @@ from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import distinct, func
+from sqlalchemy import case, distinct, func, not_
 from sqlmodel import Session, col, select
 
+from storage.quarantine import in_quarantine
 from storage.tables import (
     VOID,
     Batch,
@@ -142,10 +143,11 @@ def outcomes_over_time(opened: Session, *, run: str, started_at: float) -> list[
 
 
 def reward_by_version(opened: Session, *, run: str) -> list[VersionReward]:
+    """Without what is in quarantine."""
     rows = opened.exec(
         select(Episode.max_version, func.count(), func.avg(Episode.reward))
         .where(Episode.run == run, Episode.kind == EpisodeKind.TRAIN)
-        .where(col(Episode.reward).is_not(None), col(Episode.max_version).is_not(None))
+        .where(col(Episode.reward).is_not(None), col(Episode.max_version).is_not(None), not_(in_quarantine()))
         .group_by(col(Episode.max_version))
         .order_by(col(Episode.max_version))
     ).all()
@@ -153,9 +155,11 @@ def reward_by_version(opened: Session, *, run: str) -> list[VersionReward]:
 
 
 def episodes_by_kind(opened: Session, *, run: str) -> list[KindCount]:
+    """What is in quarantine is an attempt, but neither valid nor in the mean."""
+    reward = case((in_quarantine(), None), else_=col(Episode.reward))
     # SQLAlchemy's own select: SQLModel types at most four columns.
     statement = (
-        sqlalchemy.select(col(Task.kind), func.count(), func.count(col(Episode.reward)), func.avg(Episode.reward))
+        sqlalchemy.select(col(Task.kind), func.count(), func.count(reward), func.avg(reward))
         .join(Task, col(Episode.task) == Task.id, isouter=True)
         .where(col(Episode.run) == run, col(Episode.kind) == EpisodeKind.TRAIN)
         .group_by(col(Task.kind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.contracts import GroupResult
+from workflows.contracts import GroupResult, QuarantineOrder
 from workflows.quarantine import MOST, Quarantine
 from workflows.ready_pool import GROUPS_TO_DEGRADE
 
@@ -104,3 +104,13 @@ def test_the_run_is_exhausted_when_all_its_tasks_are_in_quarantine_or_too_many_t
     many = Quarantine(tasks={f"t{number}": "why" for number in range(MOST)})
     assert many.exhausted(10**6)
     assert len(many.model_dump_json()) < 32_000, "crosses continue-as-new, with the rest of the state"
+
+
+def test_what_an_operator_marked_is_held_until_it_is_released_whatever_its_groups_say() -> None:
+    quarantine = after(short("bad"), whole("good"), strikes=1)
+    quarantine.heed(QuarantineOrder(tasks={"wrong": "an exploit", "bad": "that too"}))
+    quarantine.note(whole("wrong"), after=1)
+    assert quarantine.holds("wrong") and quarantine.holds("bad") and not quarantine.holds("good")
+    assert list(quarantine.shown) == ["bad", "wrong"] and quarantine.unwritten == ["bad"]
+    quarantine.heed(QuarantineOrder(released=["wrong", "bad", "unheard of"]))
+    assert quarantine.holds("bad") and not quarantine.holds("wrong"), "its short groups still hold the other"
