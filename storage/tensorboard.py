@@ -14,6 +14,7 @@ from typing import NamedTuple
 from sqlmodel import Session
 
 from storage import series
+from storage.policy_age import policy_age
 
 
 class Scalar(NamedTuple):
@@ -41,11 +42,11 @@ def write_scalars(opened: Session, *, run: str, folder: Path) -> int:
 
 def scalars(opened: Session, *, run: str) -> Iterator[Scalar]:
     """Every point: the updates' metrics by their names, `time/*`, `reward/batch`, `evaluation/*`, `weight_sync/*`."""
-    sizes = series.batch_sizes(opened, run=run)
+    sizes, age = series.batch_sizes(opened, run=run), policy_age(opened, run=run)
     for batch in series.batches(opened, run=run):
         at = batch.trained_at or batch.reserved_at
         named = {name: value for name, value in batch.metrics.items() if value is not None}
-        named |= {f"time/{name}": value for name, value in batch.waited.items()}
+        named |= {f"time/{name}": value for name, value in batch.waited.items()} | age.metrics(batch.step)
         if batch.id in sizes:
             named["reward/batch"] = sizes[batch.id].mean_reward
         for name, value in sorted(named.items()):

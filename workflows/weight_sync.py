@@ -45,9 +45,14 @@ async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
     with the others."""
     version = carry.step
     for round_number in range(APPLY_ROUNDS):
-        # What the trainer's machine offers may have gone with it: publishing again offers it again.
-        if round_number == 0 or carry.config.weight_channel is not WeightChannel.S3:
-            await _publish(run, carry, version, say)
+        # What the trainer's machine offers may have gone with it, and an object may be damaged in the store: publishing
+        # again makes up for either.
+        if (
+            round_number == 0
+            or carry.config.weight_channel is not WeightChannel.S3
+            or workflow.patched("published-again")
+        ):
+            await _publish(run, carry, version, say, again=round_number > 0)
         whys = await apply_to_all(run, carry, version, say)
         if not all(whys):
             carry.policy_version = version
@@ -59,12 +64,17 @@ async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
     )
 
 
-async def _publish(run: str, carry: Carry, version: int, say: Say) -> None:
+async def _publish(run: str, carry: Carry, version: int, say: Say, *, again: bool) -> None:
     say(f"publishing version {version}")
     published = await policies.call(
         "publish",
         PublishInput(
-            run=run, config=carry.config_json(), version=version, step=carry.step, checkpoint=carry.checkpoint
+            run=run,
+            config=carry.config_json(),
+            version=version,
+            step=carry.step,
+            checkpoint=carry.checkpoint,
+            again=again,
         ),
         PublishOutput,
         policies.PUBLISH,

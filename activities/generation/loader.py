@@ -4,43 +4,44 @@ Weights come as files from the object store, or from the trainer's machine into 
 says; both are on the engine's machine and verified before the pause. The label goes `<run>:<old>` -> `<run>:<new>?` ->
 `<run>:<new>`, with `<run>:<old>~` before them while requests in flight are to finish. A load that fails, or that nobody
 saw the end of, is disowned: the label becomes nobody's, requests in flight are aborted, and it stays so for longer than
-any answer waits for its proof, so that no token made meanwhile can pass for proven. Called by the `apply` activity and
-by the keeper, one at a time.
+any answer waits for its proof, so that no token made meanwhile can pass for proven. Each try is a row from its first
+part on (storage/weight_tries.py), also one that nobody sees the end of. Called by the `apply` activity and by the
+keeper, one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Engine
 
 from activities.generation.engine import EngineClient
-from activities.generation.proof import Desired, Shown, judge
+from activities.generation.proof import Desired, Shown, compared, judge
 from activities.generation.server import read_spec
-from activities.generation.staging import FILE
-from activities.generation.weights import WeightsCache, check_tensors
+from activities.generation.supply import FETCH, NO_OFFERS, Exchange, OfferSource, Supply
+from activities.generation.weights import WeightsCache
 from activities.publication.manifest import Manifest, read_manifest
-from activities.publication.offers import Offers
 from storage.database import session
 from storage.objects import ObjectStore
 from storage.queries import upsert
 from storage.tables import EngineLoad
+from storage.weight_tries import CANCELLED, FAILED, PROVEN, RESTARTED, UNPROVEN, Trying
 from workflows.contracts import (
     ApplyInput,
     ApplyOutput,
     InFlight,
     KvPlan,
-    WeightChannel,
     parse_policy_label,
     policy_label,
 )
 from workflows.errors import EngineError, StorageError
+
+__all__ = ["NO_OFFERS", "EngineLoader", "OfferSource"]
 
 DISOWNED = "unproven"
 """A label of no run."""
@@ -49,23 +50,11 @@ HOLD_S = 12.0
 COME_BACK_S = 180.0
 """How long a load waits for an engine that restarts."""
 LOOK_EVERY_S = 0.5
-STAGED_EVERY_S = 0.02
-STAGE_S = 540.0
-"""How long weights may take from the trainer's machine."""
+REACH, SWAP, PROVE, RESTART = "reach", "swap", "prove", "restart"
+"""Parts of a load beside those of supply.py: the engine answers, takes the weights, proves them; and what follows loads
+in vain."""
 
 Result = TypeVar("Result")
-Exchange = Callable[[], Coroutine[Any, Any, None]]
-"""Exchanges the weights of the paused engine for others that wait for it."""
-
-
-class OfferSource(NamedTuple):
-    """Where the trainer's machine offers weights: the address of its server, and its folder where this is it."""
-
-    address: str = ""
-    folder: Path = Path()
-
-
-NO_OFFERS = OfferSource()
 
 
 class Swapped(NamedTuple):
@@ -92,10 +81,9 @@ class EngineLoader:
         self.client = client
         self.lock = asyncio.Lock()
         self._store = store
-        self._weights = weights
+        self._supply = Supply(client, weights, offers)
         self._database = database
         self._home = home
-        self._offers = offers
         self._hold_s = hold_s
         self._come_back_s = come_back_s
 
@@ -115,14 +103,39 @@ class EngineLoader:
         async with self.lock:
             # Whoever was before may have asked for another.
             before = self._ask_for(message)
-            label = await self._answering()
-            if before.asleep:
-                await self._wake()
-            if before.proof is not None and label == _label(message):
-                await self._record(message, before.proof)
-                return before.proof
-            self._told(message, proof=None)
-            return await self._bring(message, before.last, label)
+            async with self._tried(message) as tried:
+                label = await self._answering(tried)
+                if before.asleep:
+                    await self._wake()
+                if before.proof is not None and label == _label(message):
+                    await self._record(message, before.proof)
+                    if tried.begun:
+                        await _ended(tried, PROVEN)
+                    return before.proof
+                self._told(message, proof=None)
+                out = await self._bring(message, before.last, label, tried)
+                if out.why:
+                    await _ended(tried, UNPROVEN, out.why)
+                return out
+
+    @asynccontextmanager
+    async def _tried(self, message: ApplyInput) -> AsyncIterator[Trying]:
+        """The row of a try, with the failure that it ends in."""
+        tried = Trying(self._database, run=message.run, version=message.version, engine=self.client.info.name)
+        try:
+            yield tried
+        except asyncio.CancelledError:
+            if tried.begun:
+                await _uninterrupted(_ended(tried, CANCELLED, "nobody waited for it any more"))
+            raise
+        except Exception as error:
+            await _ended(tried, FAILED, str(error) or type(error).__name__)
+            raise
+
+    async def restarted(self, message: ApplyInput, why: str) -> None:
+        """Note that the engine's server is started anew because of what became of its loads."""
+        tried = Trying(self._database, run=message.run, version=message.version, engine=self.client.info.name)
+        await asyncio.to_thread(tried.end, RESTARTED, why, part=RESTART)
 
     async def rest(self) -> None:
         """Have the engine give its device up, until `apply`."""
@@ -155,16 +168,18 @@ class EngineLoader:
         elif desired is not None and last is not None:
             desired.model_copy(update={"last": last}).write(self._home)
 
-    async def _bring(self, message: ApplyInput, last: Shown | None, label: str) -> ApplyOutput:
+    async def _bring(self, message: ApplyInput, last: Shown | None, label: str, tried: Trying) -> ApplyOutput:
         spec = read_spec(self._home, self.client.info.name)
         if spec is None:
             raise EngineError(f"{self.client.info.name} has not been told what to serve", retryable=False)
         started = time.monotonic()
+        tried.at(FETCH)
         manifest = await asyncio.to_thread(read_manifest, self._store, message.manifest)
         if manifest.version != message.version or manifest.canary is None:
             raise StorageError(f"{message.manifest}: not version {message.version} with a canary", retryable=False)
-        async with self._at_hand(manifest, Path(spec.model)) as exchange:
+        async with self._supply.at_hand(manifest, Path(spec.model), tried) as exchange:
             downloaded = time.monotonic()
+            tried.at(SWAP)
             plan = message
             if not _settled(label):
                 await self._disown()
@@ -172,8 +187,10 @@ class EngineLoader:
                 plan = message.model_copy(update={"kv": KvPlan.DROP})
             drain_s, pause_s = await _uninterrupted(self._swap(plan, label, exchange))
         swapped = time.monotonic()
+        tried.at(PROVE)
         shown = await self._show(manifest, message)
-        why = judge(manifest, shown, last, spec.dtype, message.kv)
+        checked, why = compared(manifest.tensors, await self.client.checksums())
+        why = why or judge(manifest, shown, last, spec.dtype, message.kv)
         out = ApplyOutput(
             engine=self.client.info.name,
             version=message.version,
@@ -187,6 +204,7 @@ class EngineLoader:
             },
             cached_tokens_after=shown.cached_tokens,
             canary_max_abs=shown.max_abs,
+            checked=checked,
             why=why,
         )
         if why:
@@ -194,48 +212,13 @@ class EngineLoader:
             await self._disown()
             return out
         self._told(message, proof=out, last=shown)
-        await self.client.set_label(_label(message))
-        await self._record(message, out)
+        await _uninterrupted(self._serve(message, out, tried))
         return out
 
-    @asynccontextmanager
-    async def _at_hand(self, manifest: Manifest, model: Path) -> AsyncIterator[Exchange]:
-        """The manifest's weights, verified, on this machine. `model` is the folder that the engine was started with.
-
-        Raises what WeightsCache.verified raises, and StorageError (retryable) where the trainer's machine does not hand
-        them out and they are not in the object store: the engine is not at fault, and serves what it serves."""
-        if manifest.channel is not WeightChannel.S3:
-            try:
-                await self._stage(manifest, model)
-            except StorageError:
-                if not manifest.stored:
-                    raise
-            else:
-                yield partial(self.client.swap, manifest.weights_file.sha256)
-                return
-        async with self._weights.verified(manifest, model) as (folder, _):
-            yield partial(self.client.reload, str(folder))
-
-    async def _stage(self, manifest: Manifest, model: Path) -> None:
-        check_tensors(manifest.tensors, manifest.tensors, model)
-        file, source = manifest.weights_file, self._offers.address
-        if manifest.channel is WeightChannel.COLOCATED:
-            path = Offers(self._offers.folder).path(file.sha256)
-            if not path.is_file():
-                raise StorageError(f"{path}: not there; weight_channel colocated needs the trainer on this machine")
-            source = f"{FILE}{path}"
-        await self.client.stage(
-            source, digest=file.sha256, size=file.bytes, bytes_per_s=1e6 * manifest.max_mbytes_per_s
-        )
-        deadline = time.monotonic() + STAGE_S
-        while True:
-            ready, why = await self.client.staged(file.sha256)
-            if ready:
-                return
-            if why or time.monotonic() > deadline:
-                why = why or f"not there after {STAGE_S:.0f} s"
-                raise StorageError(f"{self.client.info.name}: the weights did not arrive from {source}: {why}")
-            await asyncio.sleep(STAGED_EVERY_S)
+    async def _serve(self, message: ApplyInput, out: ApplyOutput, tried: Trying) -> None:
+        await self.client.set_label(_label(message))
+        await self._record(message, out)
+        await _ended(tried, PROVEN)
 
     async def _swap(self, message: ApplyInput, label: str, exchange: Exchange) -> Swapped:
         """Exchange the weights while the engine makes no token.
@@ -284,7 +267,7 @@ class EngineLoader:
             await self.client.abort_all()
         await asyncio.sleep(self._hold_s if hold_s is None else hold_s)
 
-    async def _answering(self) -> str:
+    async def _answering(self, tried: Trying) -> str:
         """The engine's label, as soon as it answers. Raises EngineError when it does not come back."""
         deadline = time.monotonic() + self._come_back_s
         while True:
@@ -293,6 +276,8 @@ class EngineLoader:
             except EngineError:
                 if time.monotonic() > deadline:
                     raise
+            if not tried.begun:
+                tried.at(REACH)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _record(self, message: ApplyInput, out: ApplyOutput) -> None:
@@ -306,6 +291,7 @@ class EngineLoader:
             seconds=out.seconds,
             cached_tokens_after=out.cached_tokens_after,
             canary_max_abs=out.canary_max_abs,
+            checked=out.checked,
             loaded_at=time.time(),
         )
         await asyncio.to_thread(self._write, row)
@@ -313,6 +299,10 @@ class EngineLoader:
     def _write(self, row: EngineLoad) -> None:
         with session(self._database) as opened:
             upsert(opened, row)
+
+
+async def _ended(tried: Trying, ended: str, why: str = "") -> None:
+    await asyncio.to_thread(tried.end, ended, why, part=REACH)
 
 
 def _label(message: ApplyInput) -> str:

@@ -152,6 +152,7 @@ class EngineKeeper:
                 backoff = min(2 * backoff, LONGEST_BACKOFF_S)
             if in_vain == LOADS_IN_VAIN:
                 log.warning("%s: %d loads in vain: starting it anew", name, in_vain)
+                await loader.restarted(message, f"{in_vain} loads in vain, the last: {why}")
                 in_vain = 0
                 async with loader.lock:
                     end_server(self._home, name)

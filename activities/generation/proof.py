@@ -1,15 +1,19 @@
 """When an engine has proven a version: what it must show after a load, and the record of what it showed.
 
-A checksum alone proves nothing: an engine may keep a second copy of a matrix that the load did not reach. So it scores
-the manifest's canary as the trainer did, not as under the version before, and from no cache. Called by the engine
-loader.
+Two proofs, since either misses what the other sees. The checksums of what the engine was given and of what it holds are
+the manifest's: a flipped bit shows, however little it changes. And it scores the manifest's canary as the trainer did,
+not as under the version before, and from no cache: an engine may keep a second copy of a matrix that the load did not
+reach. Called by the engine loader.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from activities.publication.manifest import Canary, Manifest
+from activities.generation.engine import Checksums
+from activities.publication.checksums import added
+from activities.publication.manifest import Canary, Manifest, TensorInfo
 from workflows.contracts import ApplyInput, ApplyOutput, KvPlan, Message
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -87,6 +91,25 @@ def judge(manifest: Manifest, shown: Shown, last: Shown | None, dtype: str, kv: 
         if last.parameters == shown.parameters:
             return "the parameters are those of the version before"
     return ""
+
+
+def compared(tensors: Iterable[TensorInfo], told: Checksums) -> tuple[int, str]:
+    """(how many of the manifest's tensors the engine was given as they were published, what differs; empty where
+    nothing does). Manifests of before checksums have none to compare with."""
+    expected = {item.name: item.checksum for item in tensors if item.checksum}
+    faults = [
+        f"{name} as the engine was given it" if name in told.given else f"{name}, which the engine was not given"
+        for name, checksum in expected.items()
+        if told.given.get(name) != checksum
+    ]
+    faults += [
+        f"{' + '.join(names)} as the engine holds it"
+        for found, names in told.held
+        if expected.keys() >= set(names) and added(expected[name] for name in names) != found
+    ]
+    same = len(expected) - sum(told.given.get(name) != checksum for name, checksum in expected.items())
+    more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return same, f"the manifest has other checksums: {'; '.join(faults[:3])}{more}" if faults else ""
 
 
 def write_whole(path: Path, text: str) -> None:

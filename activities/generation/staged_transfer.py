@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from activities.generation.copies import renew_copies
 from activities.generation.staging import Staging
+from activities.publication.checksums import Received, remember
 
 
 @dataclass
@@ -59,10 +60,12 @@ class StagedTransfer(WeightTransferEngine[NoInfo, StagedInfo]):  # type: ignore[
     def finish_weight_update(self) -> None:
         if self.staging is None or not self.staging.ready:
             raise RuntimeError("no verified weights are staged")
+        received = Received()
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(self.staging.tensors())
+        self.model.load_weights(received.passing(self.staging.tensors()))
         finalize_layerwise_reload(self.model, self.model_config)
         renew_copies(self.model)
+        remember(self.model, received)
         self.forget()
 
     def forget(self) -> None:

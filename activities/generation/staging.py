@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import json
 import mmap
 import socket
 import threading
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from activities.publication.offers import TCP, UNIX
+from activities.publication.tensors import mapped, tensors_in
 
 FILE = "file:"
 PIECE = 1 << 20
 CONNECT_S = 10.0
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 
 
 class Staging:
@@ -48,19 +47,8 @@ class Staging:
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Name and torch tensor of each, which lie in the staged memory."""
-        import torch
-
         assert self.ready and self._buffer is not None
-        header, begin = read_header(self._buffer)
-        for name, item in header.items():
-            start, end = item["data_offsets"]
-            dtype = getattr(torch, DTYPES[item["dtype"]])
-            if start == end:
-                yield name, torch.empty(item["shape"], dtype=dtype)
-                continue
-            count = (end - start) // dtype.itemsize
-            flat = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=begin + start)
-            yield name, flat.view(item["shape"])
+        return tensors_in(self._buffer)
 
     def _run(self) -> None:
         try:
@@ -73,14 +61,12 @@ class Staging:
             self._buffer, self.ready = buffer, True
 
     def _mapped(self) -> mmap.mmap:
-        with Path(self._source.removeprefix(FILE)).open("rb") as file:
-            # Copy-on-write: torch wants memory that it could write to, and the file stays what it is.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        digest, view = hashlib.sha256(), memoryview(mapped)
-        for start in range(0, len(mapped), PIECE):
+        buffer = mapped(Path(self._source.removeprefix(FILE)))
+        digest, view = hashlib.sha256(), memoryview(buffer)
+        for start in range(0, len(buffer), PIECE):
             digest.update(view[start : start + PIECE])
-        self._verify(len(mapped), digest.hexdigest())
-        return mapped
+        self._verify(len(buffer), digest.hexdigest())
+        return buffer
 
     def _received(self) -> bytearray:
         connection = _connection(self._source)
@@ -109,17 +95,6 @@ class Staging:
     def _verify(self, size: int, digest: str) -> None:
         if size != self._size or digest != self.digest:
             raise ValueError(f"{size} bytes of sha256 {digest[:12]}, not {self._size} of {self.digest[:12]}")
-
-
-def read_header(buffer: bytearray | mmap.mmap) -> tuple[dict[str, Any], int]:
-    """The safetensors header without its metadata, and where its tensors' bytes begin: 8 bytes little-endian length, a
-    JSON header, then the bytes that its offsets divide. Raises ValueError where there is none."""
-    length = int.from_bytes(buffer[:8], "little")
-    if not 0 < length <= len(buffer) - 8:
-        raise ValueError("no safetensors header")
-    header: dict[str, Any] = json.loads(bytes(buffer[8 : 8 + length]))
-    header.pop("__metadata__", None)
-    return header, 8 + length
 
 
 def _connection(source: str) -> http.client.HTTPConnection:

@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from activities.generation.staging import DTYPES, read_header
 from activities.publication.delta import WrongDelta
 from activities.publication.fetching import fetch_version
 from activities.publication.manifest import Manifest, TensorInfo
+from activities.publication.tensors import DTYPES, read_header
 from storage.objects import ObjectStore
 from workflows.errors import EngineError, StorageError
 

@@ -1,4 +1,4 @@
-"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, a digest of what is loaded, a way for
+"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, checksums of what was loaded, a way for
 weights from the trainer's memory (staged_transfer.py), and on CPU the experts that a request's tokens went through.
 
 Runs inside vLLM's process (`--worker-extension-cls`); its methods are called by name through `/collective_rpc`, by
@@ -9,12 +9,16 @@ whole server down.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from activities.generation.copies import renew_copies
 from activities.generation.routing_capture import RoutingCapture
+from activities.generation.serving_facts import serving_facts
+from activities.publication.checksums import Received, checksums_of_model, remember
+from activities.publication.tensors import tensors_below
 
 TRANSFER = "ratchet"
 """Name of our weight-transfer backend in vLLM."""
@@ -32,9 +36,18 @@ class WorkerExtension:
 
     def ratchet_reload(self, path: str) -> dict[str, Any]:
         """Load the safetensors below `path` in place."""
-        self.model_runner.reload_weights(weights_path=path)
-        renew_copies(self.model_runner.get_model())
+        received, model = Received(), self.model_runner.get_model()
+        self.model_runner.reload_weights(weights_iterator=received.passing(tensors_below(Path(path))))
+        renew_copies(model)
+        remember(model, received)
         return {}
+
+    def ratchet_checksums(self) -> dict[str, Any]:
+        """`{"given": {name: checksum}, "held": [[checksum, [names]]]}`: of each tensor that the model was given in its
+        last load, and of each parameter that says which of them it holds. On CPU most matrices are packed for their
+        kernel, where they can't be seen: the canary does."""
+        given, held = checksums_of_model(self.model_runner.get_model())
+        return {"given": given, "held": held}
 
     def ratchet_forget(self) -> dict[str, Any]:
         """Forget what was staged, and a weight update that nobody ended."""
@@ -48,6 +61,10 @@ class WorkerExtension:
         if staging is None:
             return {"ready": False, "failed": "nothing is being staged", "digest": ""}
         return {"ready": staging.ready, "failed": staging.failed, "digest": staging.digest}
+
+    def ratchet_serving(self) -> dict[str, Any]:
+        """How this engine serves; serving_facts.py has the fields."""
+        return dict(serving_facts(self.model_runner))
 
     def ratchet_routed(self, request_id: str = "", start: int = 0, stop: int = 0) -> dict[str, Any]:
         """`{"experts": text}`: base64 of a .npy [stop - start, layers, experts per token], with -1 for what is not

@@ -2,14 +2,15 @@
 
 Promises: the manifest is written after everything that it names is there and has been checked; a version that is
 published answers with what was recorded; old versions go only after the newer one is published; the spool is empty
-afterwards.
+afterwards. Each try is a row from its first part on (storage/weight_tries.py), also of a publisher that is killed.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,19 +26,23 @@ from activities.publication.manifest import (
     objects_prefix,
     read_manifest,
     weights_key,
+    with_checksums,
     write_manifest,
 )
 from activities.publication.offers import FOLDER, Offers
+from activities.publication.repair import damaged, replaced
 from activities.publication.retention import remove_old
 from activities.publication.sending import Sending, builds_on, new_bytes, room, version_before
 from activities.training.engine import Trainer
 from activities.training.ledger import PUBLISHED, TRAINED
 from activities.training.service import TrainerService
 from activities.training.transit import transit_folder
-from activities.training.work import Work
+from activities.training.work import Stopped, Work
 from storage.database import session
 from storage.objects import ObjectStore, sha256_file
 from storage.tables import Batch, PolicyVersion, Publication
+from storage.weight_tries import CANCELLED, FAILED, Trying
+from storage.weight_tries import PUBLISHED as DONE
 from workflows.config import RunConfig
 from workflows.contracts import PublishInput, PublishOutput, WeightChannel
 from workflows.errors import TrainerError
@@ -45,6 +50,7 @@ from workflows.errors import TrainerError
 KEPT_OFFERS = 2
 """The version that engines serve and the one that they are brought to."""
 Lap = Callable[[str], None]
+"""Begins a part, and ends the one before: its seconds are the time until the next call."""
 
 
 class PublicationActivities:
@@ -64,32 +70,56 @@ class PublicationActivities:
         config = RunConfig.model_validate(message.config)
         with session(self._database) as opened:
             row = opened.get(Publication, (message.run, message.version))
-        if row is None:
-            row = self._write(message, config, work)
-        elif config.weight_channel is not WeightChannel.S3:
-            self._offer_again(row, message, config, work)
-        bases = int(config.publication.full_every > 1)
-        self._offers.keep_last(bases if config.weight_channel is WeightChannel.S3 else KEPT_OFFERS)
-        work.check("removing old versions")
-        remove_old(self._store, self._database, run=message.run, config=config)
+        with self._tried(message) as tried:
+            if row is None:
+                row = self._write(message, config, work, tried)
+            elif config.weight_channel is not WeightChannel.S3:
+                self._offer_again(row, message, config, work, tried)
+            elif message.again:
+                self._repair(row, message, config, work, tried)
+            tried.at("retention")
+            bases = int(config.publication.full_every > 1)
+            self._offers.keep_last(bases if config.weight_channel is WeightChannel.S3 else KEPT_OFFERS)
+            work.check("removing old versions")
+            remove_old(self._store, self._database, run=message.run, config=config)
         return PublishOutput(
             version=row.version, manifest=row.manifest, digest=row.digest, bytes=row.bytes, seconds=row.seconds
         )
 
-    def _write(self, message: PublishInput, config: RunConfig, work: Work) -> Publication:
+    @contextmanager
+    def _tried(self, message: PublishInput) -> Iterator[Trying]:
+        """The row of a try, with how it ended; a publisher that is killed leaves it as it is."""
+        tried = Trying(self._database, run=message.run, version=message.version)
+        try:
+            yield tried
+        except Stopped:
+            tried.end(CANCELLED, "nobody waited for it any more")
+            raise
+        except Exception as error:
+            tried.end(FAILED, str(error) or type(error).__name__)
+            raise
+        tried.end(DONE)
+
+    def _write(self, message: PublishInput, config: RunConfig, work: Work, tried: Trying) -> Publication:
         started = clock = time.monotonic()
         seconds: dict[str, float] = {}
+        part = ""
 
-        def lap(part: str) -> None:
-            nonlocal clock
-            seconds[part], clock = time.monotonic() - clock, time.monotonic()
+        def lap(following: str) -> None:
+            nonlocal clock, part
+            now = time.monotonic()
+            if part:
+                seconds[part] = seconds.get(part, 0.0) + now - clock
+            clock, part = now, following
+            tried.at(following)
 
-        trainer = self._service.at(message.checkpoint, config, work)
         lap("load")
+        trainer = self._service.at(message.checkpoint, config, work)
         manifest, size = self._upload(trainer, message, config, work, lap)
+        lap("manifest")
         key = weights_key(message.run, message.version)
         write_manifest(self._store, key, manifest)
-        lap("manifest")
+        lap("rows")
         seconds["total"] = time.monotonic() - started
         row = Publication(
             run=message.run,
@@ -107,6 +137,7 @@ class PublicationActivities:
         self, trainer: Trainer, message: PublishInput, config: RunConfig, work: Work, lap: Lap
     ) -> tuple[Manifest, int]:
         """Export, check and send everything but the manifest, which is returned, and the bytes that are new in it."""
+        lap("export")
         rules, run = config.publication, message.run
         stored = rules.stores(message.version, config.weight_channel)
         before = version_before(self._database, self._store, run=run, version=message.version)
@@ -121,20 +152,20 @@ class PublicationActivities:
             )
             export_folder(trainer, sending.folder)
             files = listed_folder(sending.folder, sending.prefix)
-            lap("export")
+            tensors = with_checksums(trainer.tensors, sending.folder)
+            if stored and before and rules.full_every > 1:
+                lap("delta")
+                work.check(f"comparing version {message.version} with the one before")
+                files = sending.compacted(files, tensors, before, self._offers, rules.full_every)
+            lap("upload")
             if stored:
-                if before and rules.full_every > 1:
-                    work.check(f"comparing version {message.version} with the one before")
-                    files = sending.compacted(files, trainer.tensors, before, self._offers, rules.full_every)
-                    lap("delta")
                 work.check(f"uploading version {message.version}")
                 sending.send(files)
-            lap("upload")
             if config.weight_channel is not WeightChannel.S3 or rules.full_every > 1:
-                self._offer(sending.folder, next(file.sha256 for file in files if file.name == WEIGHTS_FILE))
                 lap("offer")
-        probe = canary(trainer, seed=config.seed, vocabulary=known_vocabulary(trainer))
+                self._offer(sending.folder, next(file.sha256 for file in files if file.name == WEIGHTS_FILE))
         lap("canary")
+        probe = canary(trainer, seed=config.seed, vocabulary=known_vocabulary(trainer))
         manifest = Manifest(
             kind="weights",
             run=message.run,
@@ -143,7 +174,7 @@ class PublicationActivities:
             world_size=trainer.world_size,
             channel=config.weight_channel,
             files=files,
-            tensors=trainer.tensors,
+            tensors=tensors,
             canary=probe,
             builds_on=builds_on(files, before),
             max_mbytes_per_s=rules.max_mbytes_per_s,
@@ -154,14 +185,45 @@ class PublicationActivities:
         self._offers.put(folder / WEIGHTS_FILE, digest)
         self._offers.keep_last(KEPT_OFFERS)
 
-    def _offer_again(self, row: Publication, message: PublishInput, config: RunConfig, work: Work) -> None:
+    def _offer_again(
+        self, row: Publication, message: PublishInput, config: RunConfig, work: Work, tried: Trying
+    ) -> None:
         """Offer a published version where this machine does not, as it is another one or has lost its disk."""
         manifest = read_manifest(self._store, row.manifest)
         digest = manifest.weights_file.sha256
         if self._offers.path(digest).is_file():
             return
+        tried.at("offer")
+        with self._exported_again(row, message, config, work, digest) as folder:
+            self._offer(folder, digest)
+
+    def _repair(self, row: Publication, message: PublishInput, config: RunConfig, work: Work, tried: Trying) -> None:
+        """Replace those objects of a published version that are damaged in the store, or missing there."""
+        manifest = read_manifest(self._store, row.manifest)
+        tried.at("check")
+        work.check(f"checking the objects of version {row.version}")
+        with transit_folder(self._spool, max(file.bytes for file in manifest.files)) as folder:
+            gone = damaged(self._store, manifest, folder, progress=work.moved)
+        if not gone:
+            return
+        tried.at("repair")
+        tried.note(f"{', '.join(sorted(gone))} damaged in the object store")
+        with self._exported_again(row, message, config, work, manifest.weights_file.sha256) as folder:
+            whole = listed_folder(folder, objects_prefix(message.run))
+            manifest, again = replaced(manifest, whole, gone)
+            for file in again:
+                self._store.put_file(file.key, folder / file.name, progress=work.moved)
+        write_manifest(self._store, row.manifest, manifest)
+
+    @contextmanager
+    def _exported_again(
+        self, row: Publication, message: PublishInput, config: RunConfig, work: Work, digest: str
+    ) -> Iterator[Path]:
+        """The folder of a published version, made from the training state once more. Raises TrainerError (final) where
+        that gives other weights than those of sha256 `digest`."""
         trainer = self._service.at(message.checkpoint, config, work)
-        with transit_folder(self._spool, trainer.parameters * trainer.dtype.itemsize) as folder:
+        with transit_folder(self._spool, trainer.parameters * trainer.dtype.itemsize) as transit:
+            folder = transit / "version"
             export_folder(trainer, folder)
             if sha256_file(folder / WEIGHTS_FILE) != digest:
                 raise TrainerError(
@@ -169,7 +231,7 @@ class PublicationActivities:
                     " a run from it with resume_from",
                     retryable=False,
                 )
-            self._offer(folder, digest)
+            yield folder
 
     def _record(self, row: Publication, message: PublishInput) -> None:
         """The version's rows, idempotent: the primary keys decide, a repetition writes the same."""

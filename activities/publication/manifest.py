@@ -1,18 +1,19 @@
 """Manifests: what a set of objects must contain, written last and verified on read.
 
-A weights manifest lists content-addressed files with sizes and sha256, every tensor's name, shape and dtype, and a
-canary: fixed token ids with the trainer's log-probabilities, by which an engine proves that it serves these weights.
+A weights manifest lists content-addressed files with sizes and sha256, every tensor's name, shape, dtype and checksum,
+and a canary: fixed token ids with the trainer's log-probabilities. By both an engine proves that it serves them.
 Half a checkpoint is never read: without its manifest nothing is a candidate, and each file is checked against it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from activities.publication.checksums import checksums_of_file
 from storage.objects import ObjectStore, sha256_file
 from workflows.contracts import Message, WeightChannel
 from workflows.errors import StorageError
@@ -54,6 +55,8 @@ class TensorInfo(Message):
     name: str
     shape: list[int]
     dtype: str
+    checksum: str = ""
+    """As activities/publication/checksums.py makes it; empty where nobody did."""
 
 
 class Canary(Message):
@@ -135,6 +138,12 @@ def listed_folder(folder: Path, prefix: str = "") -> list[ManifestFile]:
         key = f"{prefix}/{digest}" if prefix else ""
         files.append(ManifestFile(name=name, key=key, bytes=path.stat().st_size, sha256=digest))
     return files
+
+
+def with_checksums(tensors: Iterable[TensorInfo], folder: Path) -> list[TensorInfo]:
+    """`tensors` with the checksums that they have in the folder's weights."""
+    found = checksums_of_file(folder / WEIGHTS_FILE)
+    return [item.model_copy(update={"checksum": found[item.name]}) for item in tensors]
 
 
 def upload_folder(

@@ -17,6 +17,7 @@ import httpx
 from safetensors.numpy import load_file
 
 from activities.generation.engine import EngineClient
+from activities.publication.checksums import checksums_of_file
 from workflows.contracts import EngineInfo
 
 
@@ -28,6 +29,10 @@ class FakeEngine:
         self.label = "default"
         self.names = ["policy"]
         self.weights = 0
+        self.facts: dict[str, Any] = {"engine": "vllm", "dtype": "float32"}
+        """How it says that it serves."""
+        self.given: dict[str, str] = {}
+        """Checksums of the last load's tensors."""
         self.paused = False
         self.asleep = False
         self.pauses: list[tuple[str, str]] = []
@@ -98,7 +103,8 @@ class FakeEngine:
             case "/finish_weight_update":
                 assert self.paused and self.staged, "an exchange under running requests, or of nothing"
                 self.on_reload()
-                self.weights = int(load_file(self.staged["source"].removeprefix("file:"))["embed"][0, 0])
+                path = Path(self.staged["source"].removeprefix("file:"))
+                self.weights, self.given = int(load_file(path)["embed"][0, 0]), checksums_of_file(path)
             case "/sleep":
                 self.asleep = True
             case "/wake_up":
@@ -117,7 +123,12 @@ class FakeEngine:
                 self.on_reload()
                 if not self.stale_reload:
                     self.weights = int(Path(body["kwargs"]["path"], "weights.txt").read_text())
+                self.given = checksums_of_file(Path(body["kwargs"]["path"], "model.safetensors"))
                 return {"results": [{}]}
+            case "/collective_rpc" if body["method"] == "ratchet_checksums":
+                return {"results": [{"given": self.given, "held": []}]}
+            case "/collective_rpc" if body["method"] == "ratchet_serving":
+                return {"results": [self.facts]}
             case "/collective_rpc":
                 return {"results": [{"digest": f"digest of {self.weights}"}]}
             case "/inference/v1/generate":

@@ -17,6 +17,7 @@ from activities.publication.offers import Offers
 from storage.objects import ObjectStore
 from tests.conftest import bucket_of, s3_server
 from tests.generation.fakes import FakeEngine
+from tests.generation.told import assert_told
 from tests.generation.worlds import CANARY_IDS, Publisher, told_to_serve, write_model
 from workflows.contracts import ApplyOutput, InFlight, KvPlan, RestInput, WeightChannel
 from workflows.errors import EngineError, StorageError
@@ -91,6 +92,24 @@ async def test_weights_that_do_not_arrive_leave_the_engine_serving_what_it_serve
         await world.apply(1, world.offer(1))
     assert caught.value.retryable
     assert (world.engine.label, world.engine.weights, world.engine.calls.count("/pause")) == ("r:0", 0, 1)
+    assert_told(world.database, 1, "stage: ", "did not arrive from", "ConnectionRefusedError", "not served")
+
+
+async def test_a_byte_that_flips_in_the_staged_memory_is_found_out(world: World) -> None:
+    await world.apply(0, world.offer(0))
+    key = world.offer(1)
+
+    def flip() -> None:
+        """The engine has verified the file that it maps; now it changes."""
+        path = world.offers.path(read_manifest(world.store, key).weights_file.sha256)
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    world.engine.on_reload = flip
+    out = await world.apply(1, key)
+    assert (out.proven, world.engine.label) == (False, "unproven")
+    assert "embed as the engine was given it" in out.why
+    assert_told(world.database, 1, "prove: the manifest has other checksums: embed")
 
 
 async def test_a_stored_version_comes_from_the_store_when_the_trainer_is_gone(world: World) -> None:
@@ -268,6 +287,13 @@ async def test_an_engine_that_proves_nothing_again_and_again_is_started_anew(
             await asyncio.sleep(0.01)
     assert ended == ["local-e0"]
     assert world.engine.calls.count("/pause") == 2 + LOADS_IN_VAIN + 1
+    assert_told(
+        world.database,
+        1,
+        f"prove: {out.why} ({LOADS_IN_VAIN + 1} times)",
+        f"restart: {LOADS_IN_VAIN} loads in vain, the last: {out.why}",
+        f"the engine was started anew; proven with try {LOADS_IN_VAIN + 2}, ",
+    )
 
 
 async def test_a_store_that_dies_in_the_middle_of_a_download_costs_nothing_but_the_load(
@@ -294,6 +320,7 @@ async def test_a_store_that_dies_in_the_middle_of_a_download_costs_nothing_but_t
             await load
         assert caught.value.retryable
     assert (engine.label, engine.weights, engine.calls.count("/pause")) == ("r:0", 0, 1)
+    assert_told(database, 1, f"fetch: {caught.value}", "not served by this engine yet")
 
 
 def test_manifests_of_before_channels_are_read(world: World) -> None:

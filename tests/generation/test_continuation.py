@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,17 @@ async def test_a_cut_after_the_last_allowed_token_is_the_end(object_store: Objec
     cutting = Cutting([choice(ids, ("r:3", 0, len(ids)), finish="abort")])
     out = await run(activities_of(cutting, object_store), message(model))
     assert (out.sampled_tokens, out.finish_reason) == (40, FinishReason.LENGTH)
+
+
+async def test_a_turn_was_asked_for_when_its_first_token_was(object_store: ObjectStore, model: Path) -> None:
+    """Its age is counted from there: what was made in vain before is no part of it."""
+    kept = Cutting([choice([70], ("r:3", 0, 1), finish="abort"), choice([71], ("r:4", 0, 1))])
+    lost = Cutting([choice([], finish="abort"), choice([71], ("r:3", 0, 1))])
+    for cutting, first in ((kept, 0), (lost, 1)):
+        times = [time.time()]
+        cutting.engine.on_generate = lambda times=times: times.append(time.time())  # type: ignore[misc]
+        out = await run(activities_of(cutting, object_store), message(model))
+        assert len(times) == 3 and times[first] <= out.asked_at <= times[first + 1]
 
 
 async def test_tokens_of_weights_that_nobody_proved_are_dropped_with_the_cut(

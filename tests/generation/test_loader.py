@@ -2,19 +2,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
+from activities.generation.engine import Checksums
 from activities.generation.loader import EngineLoader
 from activities.generation.loading import EngineActivities, EngineKeeper
+from activities.generation.proof import compared
+from activities.publication.manifest import TensorInfo, read_manifest
 from storage.database import session
 from storage.objects import ObjectStore
 from storage.tables import EngineLoad
+from storage.weight_tries import Trying
 from tests.generation.fakes import FakeEngine
+from tests.generation.told import assert_nothing_told, assert_told, tries
 from tests.generation.worlds import CANARY_IDS, Publisher, loader_of, told_to_serve, write_model
 from workflows.contracts import ApplyOutput
 from workflows.errors import EngineError, StorageError
@@ -52,10 +60,12 @@ async def test_a_load_is_paused_proven_and_recorded(world: World) -> None:
     assert (out.proven, out.why, out.cached_tokens_after, out.canary_max_abs) == (True, "", 0, pytest.approx(0))
     assert (world.engine.label, world.engine.weights, world.engine.paused) == ("r:0", 0, False)
     order = [call for call in world.engine.calls if call in ("/pause", "/collective_rpc", "/resume")]
-    assert order == ["/pause", "/collective_rpc", "/resume", "/collective_rpc"]
+    assert order == ["/pause", "/collective_rpc", "/resume", "/collective_rpc", "/collective_rpc"]
     row = world.row(0)
     assert row is not None
-    assert (row.proven, row.pause_s) == (True, out.pause_s)
+    assert (row.proven, row.pause_s, row.checked) == (True, out.pause_s, 1)
+    assert tries(world.database, 0) == [("prove", "proven")]
+    assert_nothing_told(world.database)
 
 
 async def test_a_version_that_is_served_and_proven_is_not_loaded_again_also_by_a_new_worker(world: World) -> None:
@@ -78,13 +88,18 @@ async def test_the_label_is_unproven_from_before_the_reload_until_the_proof(worl
 
 async def test_a_corrupted_file_is_refused_without_a_load(world: World) -> None:
     await world.apply(0, world.publisher.publish(0))
+    before = {key for key, _ in world.store.keys("runs/r/objects/")}
     manifest = world.publisher.publish(1)
-    for key, _ in world.store.keys("runs/r/objects/"):
+    for key in {key for key, _ in world.store.keys("runs/r/objects/")} - before:
         world.store.put(key, world.store.get(key)[:-1] + b"?")
-    with pytest.raises(StorageError, match="sha256"):
-        await world.apply(1, manifest)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="sha256"):
+            await world.apply(1, manifest)
     assert (world.engine.label, world.engine.weights) == ("r:0", 0)
     assert world.engine.calls.count("/pause") == 1
+    assert_told(world.database, 1, "fetch: runs/r/objects/", "sha256 differs", "(2 times)", "not served by this engine")
+    assert (await world.apply(2, world.publisher.publish(2))).proven
+    assert_told(world.database, 1, "overtaken by version 2")
 
 
 async def test_weights_of_another_shape_are_refused_without_a_load(world: World) -> None:
@@ -103,6 +118,47 @@ async def test_a_canary_that_the_engine_scores_otherwise_disowns_the_load(world:
     row = world.row(0)
     assert row is not None
     assert (row.proven, row.why) == (False, out.why)
+    assert_told(world.database, 0, f"prove: {out.why}", "not served by this engine yet")
+
+
+async def test_a_byte_that_flips_between_the_disk_and_the_engine_is_found_out_however_little_it_changes(
+    world: World,
+) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    manifest = world.publisher.publish(1)
+
+    def flip() -> None:
+        """After the files were verified and before the engine reads them; the fake scores as before."""
+        for path in world.home.glob("weights/*/model.safetensors"):
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    world.engine.on_reload = flip
+    out = await world.apply(1, manifest)
+    assert out.why == "the manifest has other checksums: embed as the engine was given it"
+    assert (out.proven, out.checked, world.engine.label) == (False, 0, "unproven")
+    world.engine.on_reload = lambda: None
+    assert (await world.apply(1, manifest)).proven
+    assert tries(world.database, 1) == [("prove", "unproven"), ("prove", "proven")]
+    assert_told(world.database, 1, "prove: the manifest has other checksums: embed", "proven with try 2, ")
+
+
+def test_an_engine_that_was_not_given_all_tensors_is_found_out(world: World) -> None:
+    key = world.publisher.publish(0)
+    told = read_manifest(world.store, key)
+    more = TensorInfo(name="head", shape=[4, 2], dtype="float32", checksum="0" * 16)
+    checked, why = compared([*told.tensors, more], Checksums({"embed": told.tensors[0].checksum}, []))
+    assert (checked, why) == (1, "the manifest has other checksums: head, which the engine was not given")
+
+
+def test_a_fused_parameter_is_compared_with_what_it_is_made_of() -> None:
+    parts = [TensorInfo(name=name, shape=[2, 2], dtype="float32", checksum=f"{n:016x}") for n, name in enumerate("qkv")]
+    given = {item.name: item.checksum for item in parts}
+    assert compared(parts, Checksums(given, [(f"{3:016x}", ["q", "k", "v"])])) == (3, "")
+    assert compared(parts, Checksums(given, [(f"{4:016x}", ["q", "k", "v"])])) == (
+        3,
+        "the manifest has other checksums: q + k + v as the engine holds it",
+    )
 
 
 async def test_an_engine_that_kept_its_old_weights_is_found_out(world: World) -> None:
@@ -139,8 +195,10 @@ async def test_a_reload_that_fails_leaves_the_engine_disowned_and_running(world:
     with pytest.raises(EngineError):
         await world.apply(1, world.publisher.publish(1))
     assert (world.engine.label, world.engine.paused) == ("unproven", False)
+    assert_told(world.database, 1, "swap: local-e0 /collective_rpc: HTTP 500 told to fail", "not served")
     world.engine.fail.clear()
     assert (await world.apply(1, "runs/r/weights/v000001/manifest.json")).proven
+    assert_told(world.database, 1, "proven with try 2, ")
 
 
 async def test_a_load_that_nobody_ended_is_disowned_before_it_is_done_again(world: World) -> None:
@@ -163,6 +221,41 @@ async def test_a_cancelled_load_does_not_leave_the_engine_paused(world: World) -
         await load
     assert not world.engine.paused
     assert world.engine.label == "r:0?"
+    assert_told(world.database, 0, "swap: nobody waited for it any more")
+
+
+def test_a_load_whose_worker_is_killed_is_named_by_the_next_one(world: World) -> None:
+    script = (
+        "import sys, time; from storage.database import open_database; from storage.weight_tries import Trying\n"
+        "tried = Trying(open_database(sys.argv[1]), run='r', version=0, engine='local-e0')\n"
+        "tried.at('fetch'); tried.at('swap'); print('begun', flush=True); time.sleep(60)"
+    )
+    argv = [sys.executable, "-c", script, str(world.database.url)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"begun\n"
+        deadline = time.monotonic() + 20
+        while tries(world.database, 0) != [("swap", "")] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        worker.kill()
+    assert tries(world.database, 0) == [("swap", "")]
+    assert_nothing_told(world.database)
+    assert asyncio.run(world.apply(0, world.publisher.publish(0))).proven
+    assert tries(world.database, 0) == [("swap", "interrupted"), ("prove", "proven")]
+    assert_told(world.database, 0, "swap: its process ended in the middle of it", "proven with try 2, ")
+
+
+async def test_a_record_that_cannot_be_written_fails_no_load(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    with session(world.database) as opened:
+        opened.connection().execute(text("DROP TABLE weighttry"))
+    assert (await world.apply(0, world.publisher.publish(0))).proven
+    assert "its try is not on record" in caplog.text
+
+
+def test_only_the_first_end_of_a_try_counts(world: World) -> None:
+    tried = Trying(world.database, run="r", version=0, engine="local-e0")
+    tried.end("proven", part="reach")
+    tried.end("cancelled", part="reach")
+    assert tries(world.database, 0) == [("reach", "proven")]
 
 
 async def test_an_engine_that_does_not_come_back_is_a_retryable_failure(world: World) -> None:
@@ -170,6 +263,13 @@ async def test_an_engine_that_does_not_come_back_is_a_retryable_failure(world: W
     with pytest.raises(EngineError) as caught:
         await world.apply(0, world.publisher.publish(0))
     assert caught.value.retryable
+    assert_told(world.database, 0, "reach: local-e0 /weight_info: ConnectError", "not served by this engine yet")
+
+
+async def test_a_manifest_that_is_not_there_is_named(world: World) -> None:
+    with pytest.raises(StorageError):
+        await world.apply(3, "runs/r/weights/v000003/manifest.json")
+    assert_told(world.database, 3, "fetch: ", "v000003/manifest.json")
 
 
 async def test_two_versions_stay_on_the_disk(world: World) -> None:

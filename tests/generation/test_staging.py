@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from activities.generation.engine import Checksums
+from activities.generation.proof import compared
 from activities.generation.staging import Staging
+from activities.publication.checksums import Received, checksum, checksums_of_model, remember
+from activities.publication.manifest import TensorInfo
 from activities.publication.offers import Offers, OfferServer
 from workflows.errors import StorageError
 
@@ -66,6 +70,30 @@ def test_what_is_offered_arrives_tensor_by_tensor(offered: tuple[Offers, str, in
 def test_a_rate_does_not_change_what_arrives(offered: tuple[Offers, str, int], source: str) -> None:
     _, digest, size = offered
     assert staged(source, digest, size, bytes_per_s=100 * size).ready
+
+
+def test_a_byte_that_changes_in_the_staged_memory_shows_in_the_checksums_of_what_the_model_was_given(
+    offered: tuple[Offers, str, int], source: str
+) -> None:
+    _, digest, size = offered
+    published = [
+        TensorInfo(name=name, shape=list(tensor.shape), dtype=str(tensor.dtype), checksum=checksum(tensor))
+        for name, tensor in TENSORS.items()
+    ]
+    for changed, faults in (
+        (False, ""),
+        (True, "the manifest has other checksums: half as the engine was given it"),
+    ):
+        staging, received = staged(source, digest, size), Received()
+        if changed:
+            dict(staging.tensors())["half"].view(torch.uint8)[3] ^= 0x10
+        model = torch.nn.Linear(1, 1)
+        taken = dict(received.passing(staging.tensors()))
+        staging.drop()
+        remember(model, received)
+        del taken
+        given, held = checksums_of_model(model)
+        assert compared(published, Checksums(given, held))[1] == faults
 
 
 def test_one_changed_byte_is_refused(offered: tuple[Offers, str, int], source: str) -> None:

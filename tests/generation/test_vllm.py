@@ -15,17 +15,19 @@ import pytest
 from sqlalchemy import Engine
 
 from activities.generation.activities import proven_versions
-from activities.generation.engine import Generation
-from activities.generation.loader import EngineLoader
+from activities.generation.engine import EngineClient, Generation
+from activities.generation.loader import EngineLoader, OfferSource
 from activities.generation.server import BLOCK_TOKENS, EngineSpec
 from activities.generation.serving import serve
-from activities.publication.manifest import Canary
+from activities.generation.weights import WeightsCache
+from activities.publication.manifest import Canary, listed_folder, read_manifest, write_manifest
+from activities.publication.offers import Offers
 from storage.cache_hits import reachable
 from storage.objects import ObjectStore
 from tests.generation.policies import save_policy
 from tests.generation.vllm_server import Server, started
 from tests.generation.worlds import Publisher, loader_of
-from workflows.contracts import ApplyInput
+from workflows.contracts import ApplyInput, WeightChannel
 from workflows.errors import EngineError, StorageError
 
 pytestmark = pytest.mark.engine
@@ -102,6 +104,9 @@ async def test_a_second_version_is_proven_also_in_the_tied_head_and_serves_from_
     assert (first.proven, second.proven, second.why) == (True, True, "")
     assert second.canary_max_abs < 1e-4
     assert second.cached_tokens_after == 0
+    told = await world.server.client.checksums()
+    assert second.checked == len(told.given) > 20, "every tensor was given as it was published"
+    assert ["model.embed_tokens.weight"] in [names for _, names in told.held]
     assert 0 < second.pause_s < 5
     # The same prompt under the same version comes from the cache.
     assert await world.server.client.cached_tokens(PROBE) == 32
@@ -151,6 +156,22 @@ async def test_a_turn_over_a_weight_load_goes_on_and_the_next_one_finds_nothing_
     assert (await world.generate(said[:200], 5, salt="1")).cached_tokens == reachable(200, BLOCK_TOKENS)
 
 
+async def test_an_engine_says_how_it_serves(world: World) -> None:
+    import torch
+    import vllm
+
+    told = await world.server.client.serving()
+    assert (told["engine_version"], told["torch_version"]) == (vllm.__version__, torch.__version__)
+    assert (told["dtype"], told["kv_cache_dtype"], told["quantization"]) == ("float32", "float32", "none")
+    assert told["attention_backend"] == "CPU_ATTN" and "UnquantizedLinearMethod" in told["layers"]
+    assert (told["max_model_len"], told["block_size"], told["enforce_eager"]) == (CONTEXT, BLOCK_TOKENS, True)
+    assert (told["prefix_caching"], told["chunked_prefill"]) == (True, False)
+    assert told["logprobs_mode"] == "processed_logprobs"
+    assert all(isinstance(value, str | int | float | bool) for value in told.values())
+    await world.loader.apply(world.message(0))
+    assert await world.server.client.serving() == told, "new weights are not another way to serve"
+
+
 async def test_an_engine_tells_how_busy_it_is(world: World) -> None:
     await world.loader.apply(world.message(0))
     asked = [asyncio.create_task(world.generate(PROBE, 400, seed=index)) for index in range(3)]
@@ -177,6 +198,54 @@ async def test_a_corrupted_file_is_refused_and_the_engine_goes_on(world: World) 
         await world.loader.apply(message)
     answer = await world.generate(PROBE, 5)
     assert await proven_versions([world.server.client], world.publisher.run, answer) == [0] * 5
+
+
+@pytest.mark.parametrize("channel", [WeightChannel.S3, WeightChannel.COLOCATED])
+async def test_one_bit_that_flips_before_the_engine_reads_it_is_refused_though_the_canary_agrees(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Engine, channel: WeightChannel
+) -> None:
+    client, store, home = world.server.client, world.publisher.store, world.server.home
+    world.publisher.run = f"flipped-{channel}"
+    offers = Offers(tmp_path / "offers")
+    cache = WeightsCache(store, home / "weights")
+    loader = EngineLoader(client, store, cache, database, home, OfferSource("", offers.folder), hold_s=0.2)
+    await loader.apply(world.message(0))
+    # Content that no other test has published.
+    message = world.message(8 + len(channel))
+    offered = offers.path(read_manifest(store, message.manifest).weights_file.sha256)
+    if channel is WeightChannel.COLOCATED:
+        folder = world.publisher.folder / f"{world.publisher.run}-{message.version}"
+        changes = {"channel": channel, "files": listed_folder(folder)}
+        write_manifest(store, message.manifest, read_manifest(store, message.manifest).model_copy(update=changes))
+        offers.put(folder / "model.safetensors", offered.name)
+
+    def flip(path: Path) -> None:
+        """The lowest bit of the last weight, in place: whoever has mapped the file sees it."""
+        with path.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            octet = file.read(1)[0]
+            file.seek(-4, os.SEEK_END)
+            file.write(bytes([octet ^ 1]))
+
+    async def reload(folder: str) -> None:
+        flip(Path(folder) / "model.safetensors")
+        await EngineClient.reload(client, folder)
+
+    async def swap(digest: str) -> None:
+        flip(offered)
+        await EngineClient.swap(client, digest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "reload", reload)
+        patched.setattr(client, "swap", swap)
+        wrong = await loader.apply(message)
+    assert not wrong.proven and wrong.canary_max_abs < 1e-4
+    assert wrong.why.endswith("as the engine was given it")
+    assert await client.label() == "unproven"
+    if channel is WeightChannel.COLOCATED:
+        flip(offered)
+    right = await loader.apply(message)
+    assert (right.proven, right.checked) == (True, wrong.checked + 1)
 
 
 async def test_a_load_whose_canary_fails_is_disowned_until_one_is_proven(world: World) -> None:

@@ -13,7 +13,14 @@ from activities.generation.loader import EngineLoader
 from activities.generation.proof import write_whole
 from activities.generation.server import EngineSpec, spec_path
 from activities.generation.weights import WeightsCache, stored_tensors
-from activities.publication.manifest import Canary, Manifest, upload_folder, weights_key, write_manifest
+from activities.publication.manifest import (
+    Canary,
+    Manifest,
+    upload_folder,
+    weights_key,
+    with_checksums,
+    write_manifest,
+)
 from storage.objects import ObjectStore
 from tests.generation.fakes import FakeEngine
 from workflows.contracts import ApplyInput, EngineInfo
@@ -53,7 +60,7 @@ class Publisher:
             version=version,
             step=version,
             files=upload_folder(self.store, f"runs/{self.run}/objects", folder, progress=lambda _: None),
-            tensors=stored_tensors(folder),
+            tensors=with_checksums(stored_tensors(folder), folder),
             canary=canary,
         )
         write_manifest(self.store, key, manifest)

@@ -140,10 +140,10 @@ class Published:
         write_manifest(self.store, key, state)
         return key
 
-    async def again(self, version: int) -> PublishOutput:
+    async def again(self, version: int, *, repair: bool = False) -> PublishOutput:
         config = RunConfig.model_validate({"model": "tiny", "publication": self.rules}).model_dump(mode="json")
         key = training_state_key(self.run, version)
-        message = PublishInput(run=self.run, config=config, version=version, step=version, checkpoint=key)
+        message = PublishInput(run=self.run, config=config, version=version, step=version, checkpoint=key, again=repair)
         return await ActivityEnvironment().run(self.publishes.publish, message)
 
     async def publish(self, version: int, weights: dict[str, torch.Tensor]) -> Manifest:

@@ -11,7 +11,7 @@ from storage.report import words
 from storage.report.limits import Limits
 from storage.report.model import PublicationPart, Report
 from storage.report.parts import QuestionPart
-from storage.report.readiness.answer import Answer
+from storage.report.readiness.answer import SHOWN_ROWS, Answer
 
 
 def publication(opened: Session, report: Report, limits: Limits) -> QuestionPart:
@@ -41,6 +41,20 @@ def publication(opened: Session, report: Report, limits: Limits) -> QuestionPart
     )
     answer.at_most(
         "tokens from an old cache after a load", None if cached is None else float(cached), words.count, "cached_tokens"
+    )
+    troubles, age = report.weight_troubles, report.policy_age
+    answer.shown("updates that went wrong at first", float(len(troubles)) if loads else None, words.count)
+    answer.shown("versions behind at a request, mean", age.mean, words.small)
+    answer.detail(
+        "Updates that went wrong at first",
+        ("version", "where", "what went wrong", "how it ended"),
+        [(str(item.version), item.engine or "publication", item.what, item.ending) for item in troubles[-SHOWN_ROWS:]],
+    )
+    total = sum(age.requests.values())
+    answer.detail(
+        "Age of an engine's weights when it was asked",
+        ("versions behind", "requests", "share"),
+        [(str(behind), words.thousands(count), words.share(count / total)) for behind, count in age.requests.items()],
     )
     answer.detail(
         "Publishing by part, means",
