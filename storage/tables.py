@@ -35,6 +35,8 @@ class Run(SQLModel, table=True):
     step: int = 0
     policy_version: int = 0
     resume_from: str | None = None
+    train_tasks: int | None = None
+    """Tasks that it began with; None in rows older than the column."""
     started_at: float
     ended_at: float | None = None
 
@@ -48,6 +50,8 @@ class Task(SQLModel, table=True):
     split: str
     kind: str = ""
     instruction: str = ""
+    oracle_commands: int | None = None
+    """Commands with which the oracle solves it; None where that is not known, as of a script, and in older rows."""
 
 
 class Group(SQLModel, table=True):
@@ -66,6 +70,8 @@ class Group(SQLModel, table=True):
     """Closed with fewer valid siblings than the run's `group_size`."""
     replay: str = Field("", sa_column_kwargs={"server_default": ""})
     """The archived success that joined it, an attempt id; empty for most."""
+    draw: int | None = None
+    """Number of the draw that it was for; None where the run took its tasks in order."""
     started_at: float
     closed_at: float
 
@@ -77,6 +83,54 @@ class Quarantine(SQLModel, table=True):
     task: str = Field(primary_key=True)
     why: str
     since: float
+
+
+class QuarantineMark(SQLModel, table=True):
+    """An operator's word that the rewards of a task's episodes in a run, or of one attempt, were wrong. It holds while
+    `undone_at` is None; storage/quarantine.py says what for."""
+
+    run: str = Field(primary_key=True, foreign_key="run.id")
+    kind: str = Field(primary_key=True)
+    """`task` or `episode`."""
+    target: str = Field(primary_key=True)
+    """A task's key or an attempt's id."""
+    number: int = Field(primary_key=True)
+    """0 for the first, one more each time that it was undone and marked again."""
+    why: str
+    by: str
+    since: float
+    undone_at: float | None = None
+    undone_by: str = ""
+    undone_why: str = ""
+
+
+class Draw(SQLModel, table=True):
+    """One place in the order of a run's tasks, where rows decide it. Made once, and changed by nothing."""
+
+    run: str = Field(primary_key=True, foreign_key="run.id")
+    number: int = Field(primary_key=True)
+    task: str
+    difficulty: str
+    """What its task was held to be: a word of workflows/difficulty.py."""
+    policy_version: int
+    """The run's when it was drawn."""
+    drawn_at: float
+
+
+class ChangedTask(SQLModel, table=True):
+    """A task that an operator added to a running run, or retired from it."""
+
+    run: str = Field(primary_key=True, foreign_key="run.id")
+    number: int = Field(primary_key=True)
+    """Of the operator's request."""
+    task: str = Field(primary_key=True)
+    position: int
+    """Within the request."""
+    change: str
+    """added or retired."""
+    why: str = ""
+    policy_version: int
+    at: float
 
 
 class Episode(SQLModel, table=True):
@@ -95,6 +149,8 @@ class Episode(SQLModel, table=True):
     why: str = ""
     tampered: bool = False
     image_id: str = ""
+    host: str = Field("", index=True, sa_column_kwargs={"server_default": ""})
+    """Where its last sandbox lived; empty for one that never had any, and in older rows."""
     evidence: dict[str, Any] = _json()
     """What was measured on the host when the ending had to be laid at the model's door or ours."""
     replays: int = 0
@@ -130,6 +186,8 @@ class Turn(SQLModel, table=True):
     generate_s: float = 0.0
     act_s: float = 0.0
     queue_s: float = 0.0
+    asked_at: float = Field(0.0, sa_column_kwargs={"server_default": "0"})
+    """When an engine was first asked for the answer; 0 in rows older than the column."""
 
 
 class Batch(SQLModel, table=True):
@@ -207,7 +265,28 @@ class EngineLoad(SQLModel, table=True):
     seconds: dict[str, Any] = _json()
     cached_tokens_after: int = 0
     canary_max_abs: float = 0.0
+    checked: int = Field(0, sa_column_kwargs={"server_default": "0"})
+    """Tensors whose checksums in the engine were the manifest's."""
     loaded_at: float
+
+
+class WeightTry(SQLModel, table=True):
+    """One try at a weight update: to publish a version, or to bring it to an engine. Written when it begins."""
+
+    id: str = Field(primary_key=True)
+    run: str = Field(index=True)
+    version: int
+    engine: str = ""
+    """Empty: the publication."""
+    part: str
+    """The one in which it is or ended. Of a load `reach`, `fetch`, `stage`, `swap`, `prove`, or `restart` for an engine
+    that was started anew; of a publication those of `Publication.seconds`, `rows` and `retention`."""
+    began_at: float
+    ended_at: float | None = None
+    ended: str = ""
+    """`proven`, `published`, `unproven`, `failed`, `cancelled` (nobody waited for it any more), `interrupted` (its
+    process ended), `restarted`; empty while it goes on."""
+    why: str = ""
 
 
 class EngineLease(SQLModel, table=True):
@@ -226,3 +305,59 @@ class Evaluation(SQLModel, table=True):
     excluded: int = 0
     by_kind: dict[str, Any] = _json()
     ended_at: float
+
+
+class ServedEvaluation(SQLModel, table=True):
+    """One evaluation with the fingerprint that it was made on. `evaluation` has those that are points of a run's own
+    curve; here are these and all others, also those that were refused."""
+
+    id: str = Field(primary_key=True)
+    """`<run>/eval-v<version>` for a run's own, `<run>/<workflow id>` for one that was asked for. It is the group of its
+    episodes."""
+    run: str = Field(foreign_key="run.id", index=True)
+    version: int
+    workflow: str = Field(index=True)
+    execution: str = ""
+    """The workflow's first execution: a second evaluation under the same id is refused."""
+    temporal_namespace: str = ""
+    """As in Run: only there is known whether its workflow runs."""
+    in_run: bool
+    state: str
+    """An EvaluationState."""
+    reason: str = ""
+    request: dict[str, Any] = _json()
+    """What was asked for, as it was given; empty for a run's own."""
+    model: str = ""
+    taskset: str = ""
+    tasks: int = 0
+    samples_per_task: int = 1
+    seed: int = 0
+    manifest: str = ""
+    fields: dict[str, Any] = _json()
+    """The fingerprint, field by field."""
+    fingerprint: str = ""
+    """Its digest; empty where there is no result."""
+    settings: str = ""
+    """Digest of the fields but for the weights."""
+    engines: dict[str, Any] = _json()
+    """Names, with the digest of the parameters that each held."""
+    left_out: dict[str, Any] = _json()
+    """Engines that did not carry the version, and why."""
+    scores: dict[str, Any] = _json()
+    """By task, `{"rewards": [...], "passed": n}` of the episodes that count, read from their rows at the end."""
+    excluded: int = 0
+    redone: int = 0
+    """Attempts that did not count, because their tokens are of other weights."""
+    started_at: float
+    ended_at: float | None = None
+
+
+class Serving(SQLModel, table=True):
+    """How an engine was last seen to serve a run's weights, and since when."""
+
+    run: str = Field(primary_key=True)
+    engine: str = Field(primary_key=True)
+    version: int
+    facts: dict[str, Any] = _json()
+    """The engine's part of a fingerprint."""
+    seen_at: float

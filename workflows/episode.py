@@ -18,9 +18,11 @@ from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
+    from workflows.attempt_agent import run_agent
     from workflows.attempt_sandbox import AttemptSandbox
     from workflows.attributes import OUTCOME, POLICY_VERSION, REWARD, STOP_REASON, shorten
     from workflows.contracts import (
+        EXTERNAL_HARNESS,
         Action,
         ActionKind,
         ActOutput,
@@ -41,6 +43,10 @@ with workflow.unsafe.imports_passed_through():
     from workflows.transcript import Transcript
 
 
+PROGRAM_ELSEWHERE = (
+    "harness external needs sandboxes on the rollout worker's own machine, and RATCHET_SANDBOX_HOSTS names hosts of"
+    " their own; take harness shell or tools there"
+)
 SURPLUS = "others were enough before it had ended"
 ACTION_BYTES = 80
 """What a turn's row keeps of its action: the rows of a hundred turns go into one message."""
@@ -97,7 +103,8 @@ class Episode:
 
     async def _play_and_verify(self) -> tuple[StopReason, str, VerifyOutput | None]:
         """The ending, why, and the verdict where the ending has one."""
-        reason, why = await self._play()
+        external = self._input.limits.harness == EXTERNAL_HARNESS
+        reason, why = await (self._play_program() if external else self._play())
         if not needs_verdict(reason):
             return reason, why, None
         verdict, reason, why = await self._verify(reason, why)
@@ -146,6 +153,28 @@ class Episode:
             await _given_up(boot)
             raise
 
+    async def _play_program(self) -> tuple[StopReason, str]:
+        """The turns are the program's to take, once the sandbox is there; the ending and why."""
+        try:
+            await self._sandbox.acquire()
+            self._check_wanted()
+            assert self._sandbox.lease is not None
+            if self._sandbox.lease.queue:
+                raise Ended(StopReason.UNDETERMINED, PROGRAM_ELSEWHERE)
+            out = await run_agent(self._input, self._sandbox.lease, self._started_at)
+        except Ended as end:
+            return (StopReason.SURPLUS, SURPLUS) if self._surplus else (end.reason, end.why)
+        if self._surplus:
+            return StopReason.SURPLUS, SURPLUS
+        self._turns, self._answer = out.turns, out.answer
+        self._sampled, self._sequence = out.sampled_tokens, out.sequence_tokens
+        self._queue_s += out.timing.queue_s
+        self._sandbox.command_s = out.command_s
+        self._sandbox.evidence = out.evidence
+        for record in out.turns:
+            self._transcript.called(record)
+        return out.stop_reason, out.why
+
     def _check_wanted(self) -> None:
         """Raises Ended where the cancellation by `surplus` met a call that ended all the same."""
         if self._surplus:
@@ -172,12 +201,21 @@ class Episode:
             task=self._input.task,
             segments=[record.segment for record in self._turns if record.segment is not None],
             observation=observation,
-            sampling=Sampling(temperature=limits.temperature, max_tokens=left, context_length=limits.context_length),
+            sampling=Sampling(
+                temperature=limits.temperature,
+                max_tokens=left,
+                context_length=limits.context_length,
+                top_p=limits.top_p,
+                top_k=limits.top_k,
+                min_p=limits.min_p,
+            ),
             seed=derive_seed(self._input.seed, turn),
             priority=self._input.priority,
             started_at=self._started_at,
             timeout_s=limits.generate_timeout_s,
             kv=limits.kv,
+            harness=limits.harness,
+            pinned_version=self._input.pinned_version,
         )
         try:
             out = await policies.call(
@@ -249,6 +287,7 @@ class Episode:
             why=shorten(why, 400),
             tampered=bool(verdict and verdict.tampered),
             image_id=sandbox.lease.image_id if sandbox.lease else "",
+            host=sandbox.lease.host if sandbox.lease else "",
             evidence=sandbox.evidence,
             replays=sandbox.replays,
             seed=input.seed,
@@ -305,6 +344,7 @@ def _turn_record(turn: int, out: GenerateOutput) -> TurnRecord:
         cached_tokens=out.cached_tokens,
         min_version=out.min_version,
         max_version=out.max_version,
+        asked_at=out.asked_at,
         finish_reason=out.finish_reason,
         action=shorten(action.get(out.action.kind, f"malformed: {out.action.error}"), ACTION_BYTES),
         generate_s=out.timing.run_s,

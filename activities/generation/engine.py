@@ -8,7 +8,7 @@ call closes its connection, upon which the engine drops the request. Called by t
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -69,6 +69,15 @@ class Affinity(NamedTuple):
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session, "X-Ratchet-Prefix": prefix}
 
 
+class Checksums(NamedTuple):
+    """Of weights as an engine has them, by activities/publication/checksums.py."""
+
+    given: dict[str, str]
+    """Of each tensor that its model was given, by name."""
+    held: list[tuple[str, list[str]]]
+    """Of each parameter that can be seen, with the names of the tensors that it is made of."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """One answer: aligned lists of the sampled tokens, the stop token among them."""
@@ -116,17 +125,21 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str | None = None,
         affinity: Affinity | None = None,
+        options: Mapping[str, float] | None = None,
         timeout_s: float = GENERATE_S,
         routed_from: int | None = None,
+        stop: Sequence[str] = (),
     ) -> Generation:
         """Sample up to `max_tokens` tokens after `token_ids`. A sampled stop token is part of the answer.
 
         `routed_from`: of a mixture of experts, the token from whose index on the experts are wanted; what an engine
-        does not know of them is no failure.
+        does not know of them is no failure. `stop`: texts that end the answer, their tokens included.
+
+        `options`: other sampling parameters by vLLM's names, as `{"top_p": 0.9}`.
 
         Of the engine's cached prefixes only those made under the same `cache_salt` are used. An answer that takes
         longer than `timeout_s` from an engine that works is a final EngineError: it would as well the next time."""
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": temperature,
             "max_tokens": max_tokens,
             "seed": seed,
@@ -134,6 +147,9 @@ class EngineClient:
             "logprobs": 0,
             "detokenize": False,
         }
+        if stop:
+            sampling |= {"stop": list(stop), "detokenize": True}
+        sampling |= options or {}
         if routed_from is not None:
             sampling["routed_experts_prompt_start"] = routed_from
         body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "priority": priority}
@@ -254,6 +270,18 @@ class EngineClient:
         answer = await self._rpc("ratchet_digest")
         with self._reading():
             return str(answer["digest"])
+
+    async def checksums(self) -> Checksums:
+        """Of what the engine was given in its last load, and of what it holds."""
+        answer = await self._rpc("ratchet_checksums")
+        with self._reading():
+            held = [(str(found), list(names)) for found, names in answer["held"]]
+            return Checksums(dict(answer["given"]), held)
+
+    async def serving(self) -> dict[str, Any]:
+        """How the engine serves, by its own account: version, dtype, kernels, flags; worker_extension.py has the
+        fields."""
+        return await self._rpc("ratchet_serving")
 
     async def served_names(self) -> list[str]:
         """The model names that the engine answers to; its spec's fingerprint is one."""

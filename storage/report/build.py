@@ -9,9 +9,11 @@ from statistics import fmean, median
 
 from sqlmodel import Session, col, select
 
-from storage import groups, queries, series
+from storage import evaluations, groups, queries, series
 from storage.finish_order import COMPARED, MEASURES, PREFIX
-from storage.report.limits import Limits, default_limits
+from storage.policy_age import policy_age
+from storage.report.evaluation_parts import apart, measured
+from storage.report.limits import CostLimits, Limits, default_limits
 from storage.report.model import (
     TIME_PARTS,
     BatchPart,
@@ -21,6 +23,7 @@ from storage.report.model import (
     FailurePart,
     FatePart,
     FinishOrderPart,
+    GpuHoursPart,
     GroupsPart,
     KindPart,
     LoadPart,
@@ -36,7 +39,11 @@ from storage.report.model import (
     VoidPart,
 )
 from storage.report.readiness import readiness
+from storage.report.rewards import rewards_part
+from storage.report.taskset import taskset_health
+from storage.report.weights import policy_age_part, weight_troubles
 from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Replay, Run
+from storage.waiting import gpu_hours_waiting
 from workflows.config import RunConfig
 from workflows.contracts import EpisodeKind, Outcome
 
@@ -50,7 +57,8 @@ def build_report(opened: Session, run: str, limits: Limits | None = None) -> Rep
     config = RunConfig.model_validate(row.config)
     batches = series.batches(opened, run=run)
     sizes = series.batch_sizes(opened, run=run)
-    steps = [_step(batch, sizes.get(batch.id)) for batch in batches]
+    age = policy_age(opened, run=run)
+    steps = [_step(batch, sizes.get(batch.id), age.metrics(batch.step)) for batch in batches]
     publications = [_publication(item, loads) for item, loads in series.publications(opened, run=run)]
     outcomes = series.outcomes(opened, run=run)
     report = Report(
@@ -77,6 +85,7 @@ def build_report(opened: Session, run: str, limits: Limits | None = None) -> Rep
         versions=[VersionPart(**item._asdict()) for item in series.reward_by_version(opened, run=run)],
         outcomes=outcomes,
         stop_reasons=series.stop_reasons(opened, run=run),
+        gpu_hours=_gpu_hours(steps, (limits or default_limits()).cost),
         failures=[FailurePart(**item._asdict()) for item in series.failures(opened, run=run)],
         outcomes_over_time=[
             BucketPart(**item._asdict())
@@ -89,15 +98,19 @@ def build_report(opened: Session, run: str, limits: Limits | None = None) -> Rep
             QuarantinePart(task=item.task, why=item.why, since=item.since)
             for item in groups.quarantined(opened, run=run)
         ],
+        rewards=rewards_part(opened, run, limits or default_limits()),
+        taskset_health=taskset_health(opened, row=row, rules=config.sampling),
         void_batches=[_void(batch, sizes.get(batch.id)) for batch in series.void_batches(opened, run=run)],
         publications=publications,
+        weight_troubles=weight_troubles(opened, run, over=row.ended_at is not None),
+        policy_age=policy_age_part(age),
         last_batches=[_batch(opened, batch) for batch in batches[-LAST_BATCHES:]],
     )
     answers = readiness(opened, report, config, limits or default_limits())
     return report.model_copy(update={"readiness": answers})
 
 
-def _step(batch: Batch, size: series.BatchSize | None) -> StepPart:
+def _step(batch: Batch, size: series.BatchSize | None, more: dict[str, float]) -> StepPart:
     return StepPart(
         step=batch.step,
         state=batch.state,
@@ -107,7 +120,9 @@ def _step(batch: Batch, size: series.BatchSize | None) -> StepPart:
         reward=size.mean_reward if size else 0.0,
         time={name: float(value) for name, value in batch.waited.items()},
         tail=TailPart(seconds=batch.waited["tail"], **batch.tail) if batch.tail.get("attempt") else None,
-        metrics={name: _finite(value) for name, value in sorted(batch.metrics.items()) if _measured(name, batch)},
+        metrics={
+            name: _finite(value) for name, value in sorted((batch.metrics | more).items()) if _measured(name, batch)
+        },
     )
 
 
@@ -153,6 +168,7 @@ def _publication(row: Publication, loads: list[EngineLoad]) -> PublicationPart:
                 seconds=load.seconds,
                 cached_tokens_after=load.cached_tokens_after,
                 canary_max_abs=load.canary_max_abs,
+                checked=load.checked,
             )
             for load in loads
         ],
@@ -202,6 +218,18 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+def _gpu_hours(steps: list[StepPart], cost: CostLimits) -> GpuHoursPart:
+    by_cause = gpu_hours_waiting([step.time for step in steps], gpus=cost.gpus)
+    total = sum(by_cause.values()) if steps else None
+    return GpuHoursPart(
+        gpus=cost.gpus,
+        waiting_on_env=total,
+        by_cause=by_cause,
+        price=cost.gpu_hour_price,
+        cost=total * cost.gpu_hour_price if total is not None and cost.gpu_hour_price else None,
+    )
+
+
 def _evaluation(opened: Session, run: str) -> EvaluationPart:
     rows = series.evaluations(opened, run=run)
     points = [
@@ -218,6 +246,9 @@ def _evaluation(opened: Session, run: str) -> EvaluationPart:
         first=points[0].mean_reward if points else None,
         last=points[-1].mean_reward if len(points) > 1 else None,
         versions=points,
+        measured=measured(opened, run=run),
+        apart=apart(evaluations.serving(opened, run=run)),
+        again=evaluations.another(opened, run=run),
     )
 
 

@@ -5,7 +5,10 @@ Seconds, bytes and shares (0 to 1) everywhere; None where there is nothing to sa
 
 from __future__ import annotations
 
+from storage.report.evaluation_parts import MeasuredPart
 from storage.report.parts import Part, QuestionPart
+from storage.report.rewards import RewardsPart
+from storage.report.taskset import TasksetPart
 
 TIME_PARTS = ("queue", "boot", "generate", "act", "verify", "other", "wait_for_siblings", "wait_for_batch")
 """Parts of the time to a trainable batch, as storage/waiting.py defines them."""
@@ -22,11 +25,17 @@ class EvaluationPoint(Part):
 
 
 class EvaluationPart(Part):
-    """`first` and `last` are mean held-out rewards; `last` is None until there are two evaluations."""
+    """`first` and `last` are mean held-out rewards of the run's own evaluations; `last` is None until there are two."""
 
     first: float | None
     last: float | None
     versions: list[EvaluationPoint]
+    measured: list[MeasuredPart]
+    """All evaluations with a serving fingerprint, the earliest first, those that somebody asked for among them."""
+    apart: list[str]
+    """Sentences on engines that serve the run otherwise than others do."""
+    again: str
+    """The command that makes another evaluation of the newest version."""
 
 
 class TailPart(Part):
@@ -43,7 +52,7 @@ class TailPart(Part):
 class StepPart(Part):
     """One update. `time` has `to_trainable_batch` in seconds, its parts (means over the batch's episodes, which add up
     to it), `median` (until half of the episodes had ended) and `tail` (from when 95 % had ended). `metrics` are the
-    trainer's, and `finish_order/*`."""
+    trainer's, `finish_order/*`, and `weight_sync/policy_age` and `_max` of the requests whose answers trained."""
 
     step: int
     state: str
@@ -157,6 +166,43 @@ class LoadPart(Part):
     seconds: dict[str, float]
     cached_tokens_after: int
     canary_max_abs: float
+    checked: int
+    """Tensors whose checksums in the engine were the manifest's."""
+
+
+class TryPart(Part):
+    """One try to publish a version or to bring it to an engine; WeightTry has the words of `part` and `ended`."""
+
+    part: str
+    began_at: float
+    seconds: float | None
+    """None while it goes on."""
+    ended: str
+    why: str
+
+
+class WeightTroublePart(Part):
+    """A version that was not published, or not proven by an engine, at the first try."""
+
+    version: int
+    engine: str
+    """Empty: its publication."""
+    tries: list[TryPart]
+    what: str
+    """What went wrong in which part, in words."""
+    ending: str
+    """How it ended, in words."""
+    settled: bool
+    """This version got there in the end, or a later one has."""
+
+
+class PolicyAgePart(Part):
+    """Published versions that an engine's weights were behind when it was asked, over answered requests of training."""
+
+    requests: dict[int, int]
+    """How many requests, by versions behind."""
+    mean: float | None
+    most: int | None
 
 
 class PublicationPart(Part):
@@ -194,6 +240,21 @@ class Summary(Part):
     sampled_tokens: int
     cache_hit_share: float | None
     """Prompt tokens that an engine had in its cache already."""
+
+
+class GpuHoursPart(Part):
+    """`gpu_hours/waiting_on_env`, as storage/waiting.py defines it."""
+
+    gpus: float
+    """That wait, by `cost.gpus` of the limits."""
+    waiting_on_env: float | None
+    """GPU-hours; None before the first update."""
+    by_cause: dict[str, float]
+    """Of it for boot, act, verify, queue and siblings."""
+    price: float
+    """Of a GPU-hour; 0 where nobody said."""
+    cost: float | None
+    """None without a price."""
 
 
 class FailurePart(Part):
@@ -259,6 +320,7 @@ class Report(Part):
     outcomes: dict[str, dict[str, int]]
     """Attempts by use (train, evaluation) and outcome."""
     stop_reasons: dict[str, dict[str, int]]
+    gpu_hours: GpuHoursPart
     failures: list[FailurePart]
     """The commonest infrastructure failures and unknown endings, of training and of evaluation."""
     outcomes_over_time: list[BucketPart]
@@ -266,6 +328,11 @@ class Report(Part):
     groups: GroupsPart
     finish_order: FinishOrderPart
     quarantined: list[QuarantinePart]
+    taskset_health: TasksetPart
+    rewards: RewardsPart
+    """Those that an operator marked as wrong, and those that look wrong."""
     void_batches: list[VoidPart]
     publications: list[PublicationPart]
+    weight_troubles: list[WeightTroublePart]
+    policy_age: PolicyAgePart
     last_batches: list[BatchPart]

@@ -10,13 +10,17 @@ from rich.text import Text
 
 from storage.printable import one_line
 from storage.report import words
+from storage.report.evaluation_terminal import evaluations_table
 from storage.report.model import TIME_PARTS, Report
 from storage.report.parts import DetailPart, FigurePart, QuestionPart
+from storage.report.rewards_terminal import reward_tables
+from storage.report.taskset_terminal import render_taskset
 
 PLOT_HEIGHT = 9
 PLOT_WIDTH = 60
 LAST_STEPS = 12
 LAST_VERSIONS = 6
+LAST_TROUBLES = 12
 VERDICT_STYLES = {"ready": "green", "not ready": "bold red", "not measured": "yellow"}
 INDENT = 16
 """Columns before what belongs to an answer."""
@@ -36,11 +40,14 @@ def render_terminal(report: Report, console: Console) -> None:
     for table in _tables(report):
         if table.row_count:
             console.print(table)
+    render_taskset(report.taskset_health, console)
 
 
 def _tables(report: Report) -> list[Table]:
     first = [_steps(report), _waits(report), _endings(report), _kinds(report), _failures(report)]
-    return [*first, _quarantined(report), _void(report), _publications(report)]
+    first += [_quarantined(report), *reward_tables(report.rewards)]
+    first.append(evaluations_table(report.evaluation.measured))
+    return [*first, _void(report), _publications(report), _weight_troubles(report)]
 
 
 def _title(report: Report) -> Text:
@@ -90,6 +97,7 @@ def _headline(report: Report, console: Console) -> None:
         "held-out reward": _held_out(report),
         "time to trainable batch": f"{words.seconds(means.time_to_trainable_batch_s)} median, "
         f"{words.seconds(means.tail_s)} of it for the last 5 % of the episodes",
+        "GPU-hours on environment": words.gpu_hours(report.gpu_hours),
         "failures that were ours": words.share(means.infra_share),
         "off-policy steps": f"mean {small(means.off_policy_steps)}, most {small(means.off_policy_steps_max)}",
         "mismatch_kl": f"mean {small(means.mismatch_kl)}, most {small(means.mismatch_kl_max)}",
@@ -103,7 +111,7 @@ def _headline(report: Report, console: Console) -> None:
         "short groups": f"{report.groups.short} closed, {words.share(means.short_share)} of a batch",
     }
     for name, value in lines.items():
-        console.print(Text(f"  {name:<24}", style="dim") + Text(value))
+        console.print(Text(f"  {name:<24}", style="dim") + Text(one_line(value)))
 
 
 def _pool(report: Report) -> str:
@@ -218,7 +226,7 @@ def _kinds(report: Report) -> Table:
     }
     for kind in sorted(trained.keys() | {kind for point in ends for kind in point.by_kind}):
         held_out = [words.reward(point.by_kind.get(kind)) for point in ends]
-        table.add_row(kind or words.NONE, *trained.get(kind, ("0", "0", words.NONE)), *held_out)
+        table.add_row(Text(one_line(kind) or words.NONE), *trained.get(kind, ("0", "0", words.NONE)), *held_out)
     return table
 
 
@@ -261,4 +269,14 @@ def _publications(report: Report) -> Table:
             head = ("", "", "")
         if not item.loads:
             table.add_row(*head, words.NONE, words.NONE, words.NONE, words.NONE)
+    return table
+
+
+def _weight_troubles(report: Report) -> Table:
+    last, count = report.weight_troubles[-LAST_TROUBLES:], len(report.weight_troubles)
+    title = "Weight updates that went wrong" + (f", the last {len(last)} of {count}" if len(last) < count else "")
+    table = _folding(title, "version", "where", "what went wrong", "how it ended")
+    for item in last:
+        where = Text(one_line(item.engine or "publication"))
+        table.add_row(str(item.version), where, Text(one_line(item.what)), Text(one_line(item.ending)))
     return table

@@ -5,13 +5,38 @@ from __future__ import annotations
 from pydantic import Field
 
 from workflows.contracts.base import Message, TaskRef
-from workflows.contracts.words import EpisodeKind, KvPlan, Outcome, ShortGroup, StopReason
+from workflows.contracts.training import EngineInfo
+from workflows.contracts.words import SHELL_HARNESS, EpisodeKind, KvPlan, Outcome, ShortGroup, StopReason
+
+
+class AgentProgram(Message):
+    """An agent program of anybody's, which is started for each attempt of harness external."""
+
+    command: str = Field(min_length=1, max_length=8000, description="Shell command line that starts it.")
+    inside: bool = Field(
+        False,
+        description="Start it in the sandbox, as the agent, where its image has it; false: on the worker's machine.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Variables beside those of docs/harnesses.md; nothing else of the worker's environment is there.",
+    )
+    own_time_s: float = Field(
+        600,
+        gt=0,
+        le=7200,
+        description="Seconds it may take beside its calls to the policy and to the sandbox; past them it is killed.",
+    )
+    grace_s: float = Field(
+        20, ge=0, le=600, description="Seconds it gets to end by itself once a budget is spent; then it is killed."
+    )
 
 
 class RolloutLimits(Message):
     """What one episode may use. Copied from the run's configuration into each episode."""
 
-    temperature: float = Field(gt=0)
+    temperature: float = Field(ge=0)
+    """0, always the likeliest token, is for evaluation alone."""
     max_turns: int
     max_tokens_per_turn: int
     max_tokens: int
@@ -27,6 +52,18 @@ class RolloutLimits(Message):
     """Whether a lost sandbox's journal is replayed into a fresh one, instead of giving the attempt up."""
     kv: KvPlan = KvPlan.DROP
     """What requests may find in an engine's cache of earlier weights."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """This, top_k and min_p are other than off in evaluations alone, where what will serve has them."""
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    harness: str = SHELL_HARNESS
+    """shell, tools, external or `module:factory`."""
+    agent: AgentProgram | None = None
+    """For harness external."""
+    sandboxes: str = ""
+    """Queue on which a sandbox is asked for; empty: the episode's own, whose worker has them."""
+    runtime: str = ""
+    """Container runtime of its sandboxes, by the daemon's name for it; empty: the daemon's own."""
 
 
 class EpisodeInput(Message):
@@ -41,6 +78,8 @@ class EpisodeInput(Message):
     seed: int
     """Seed of this sibling; each turn derives its own. Independent of the attempt."""
     priority: int = 0
+    pinned_version: int | None = None
+    """The only policy version whose tokens it may be made of; None: those that its run serves."""
 
     @property
     def episode_id(self) -> str:
@@ -69,6 +108,8 @@ class TurnRecord(Message):
     timed_out: bool = False
     output_digest: str = ""
     """`ActOutput.output_digest` of the turn's command; empty where it ran none."""
+    asked_at: float = 0.0
+    """When an engine was first asked for the answer, seconds since the epoch."""
     generate_s: float = 0.0
     act_s: float = 0.0
     queue_s: float = 0.0
@@ -92,6 +133,8 @@ class EpisodeRecord(Message):
     """One sentence for a person."""
     tampered: bool = False
     image_id: str = ""
+    host: str = ""
+    """Where its last sandbox lived; empty for one that never had any."""
     evidence: dict[str, str] = {}
     """What was measured on the host when an ending had to be laid at the model's door or ours; empty for the rest."""
     replays: int = 0
@@ -154,6 +197,8 @@ class GroupInput(Message):
     """Spare siblings: the first `group_size` valid ones to end are the group, the others are surplus."""
     tells_left: bool = False
     """It sends `siblings_left`, too. Groups of older histories do not."""
+    draw: int | None = None
+    """Number of the draw that it is for; None where the run takes its tasks in order."""
 
     @property
     def siblings(self) -> int:
@@ -190,6 +235,8 @@ class GroupResult(Message):
     """When the first sibling ended; until `closed_at` the others kept it waiting."""
     replay: str = ""
     """The archived success that joined it, an attempt id; not one of `members`."""
+    draw: int | None = None
+    """Number of the draw that it was for."""
 
     def joined_by(self, attempt_id: str) -> GroupResult:
         """The group with an archived success, which may train; as it is where there is none."""
@@ -218,10 +265,20 @@ class EvaluationInput(Message):
     concurrency: int
     limits: RolloutLimits
     seed: int
+    name: str = ""
+    """Of one that a request started, its workflow's id; empty for a run's own, of which a version has one."""
+    engines: list[EngineInfo] = []
+    """Those that it is made on, pinned to the version. None in inputs that are older than fingerprints."""
+    manifest: str = ""
+    """Key of the manifest of the version's weights."""
+    dtype: str = "auto"
+    """What a request has the engines serve in; a run's own takes them as they are."""
+    quantization: str = ""
+    """What a request has the weights quantized to, `int8`; empty: not at all."""
 
     @property
     def evaluation_id(self) -> str:
-        return f"{self.run}/eval-v{self.version}"
+        return f"{self.run}/{self.name or f'eval-v{self.version}'}"
 
 
 class EvaluationResult(Message):
@@ -233,8 +290,12 @@ class EvaluationResult(Message):
     """Mean reward per kind of task."""
     excluded: int = 0
     """Episodes that infrastructure took, after their replacements."""
-
-
-class EvaluationRecord(Message):
-    run: str
-    result: EvaluationResult
+    redone: int = 0
+    """Attempts that did not count, because their tokens are of other weights."""
+    fingerprint: str = ""
+    """Digest of the serving fingerprint; empty in results that are older than it, and where refused."""
+    refused: str = ""
+    """Why there is no result: it would have mixed what is not one."""
+    low: float | None = None
+    """The 95 % interval of the mean."""
+    high: float | None = None

@@ -5,17 +5,27 @@ from __future__ import annotations
 from pydantic import Field
 
 from workflows.contracts.base import Message, TaskRef, Timing
-from workflows.contracts.words import ActionKind, FinishReason, KvPlan
+from workflows.contracts.words import SHELL_HARNESS, ActionKind, FinishReason, KvPlan
 
 
 class Sampling(Message):
-    """Sampling parameters of a generation. Training allows temperature alone."""
+    """Sampling parameters of a generation. Training allows temperature alone, above 0."""
 
-    temperature: float = Field(gt=0)
+    temperature: float = Field(ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0: off."""
+    min_p: float = Field(0.0, ge=0, lt=1)
     max_tokens: int = Field(ge=1)
     """Most tokens of this turn."""
     context_length: int = Field(ge=16)
     """Most tokens of prompt and answer together."""
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Those of top_p, top_k and min_p that are on."""
+        given = {"top_p": (self.top_p, 1.0), "top_k": (self.top_k, 0), "min_p": (self.min_p, 0.0)}
+        return {name: value for name, (value, off) in given.items() if value != off}
 
 
 class Action(Message):
@@ -47,8 +57,11 @@ class GenerateInput(Message):
     started_at: float = 0.0
     """When the attempt began, seconds since the epoch: where requests wait, the turns of older attempts go first."""
     kv: KvPlan = KvPlan.DROP
+    pinned_version: int | None = None
+    """The only policy version that may answer; None: whatever serves the run."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds that an engine may take for the answer; waiting until one has room is not part of them."""
+    harness: str = SHELL_HARNESS
 
 
 class GenerateOutput(Message):
@@ -64,6 +77,8 @@ class GenerateOutput(Message):
     cached_tokens: int = 0
     min_version: int = 0
     max_version: int = 0
+    asked_at: float = 0.0
+    """When an engine was first asked, seconds since the epoch."""
     timing: Timing = Timing()
 
 
@@ -74,8 +89,8 @@ UNKNOWN_EXPERT = -1
 class Segment(Message):
     """One turn's tokens: the prompt tokens that this turn added, then the sampled ones. Aligned lists of length T.
 
-    A trajectory is the concatenation of its segments. Example of a turn whose observation has two tokens and whose
-    answer has three::
+    A trajectory is the concatenation of the segments of one branch. Example of a turn whose observation has two tokens
+    and whose answer has three::
 
         Segment(turn=1, token_ids=[12, 7, 40, 41, 2], loss_mask=[0, 0, 1, 1, 1],
                 logprobs=[0.0, 0.0, -0.1, -0.7, -0.01], versions=[-1, -1, 3, 3, 4], temperature=1.0, ...)
@@ -98,3 +113,6 @@ class Segment(Message):
     """Of a mixture-of-experts policy, which experts its tokens went through in the engine: base64 of a .npy of shape
     (tokens, layers, experts per token), from the last token before this turn's, which had not been through yet when it
     was sampled, to this turn's last but one. Empty where the engine does not say."""
+    branch: int = 0
+    """Which of the episode's conversations the turn is in. A branch that forks from an earlier turn begins with the ids
+    of that turn and all before it as its prompt, with mask 0; one of its own begins with a prompt of its own."""

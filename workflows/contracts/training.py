@@ -82,6 +82,8 @@ class PublishInput(Message):
     version: int
     step: int
     checkpoint: str
+    again: bool = False
+    """No engine could load it: what is damaged of it in the object store is replaced."""
 
 
 class PublishOutput(Message):
@@ -135,4 +137,6 @@ class ApplyOutput(Message):
     """`download`, `drain` (the end of what was in flight), `load`, `prove`."""
     cached_tokens_after: int = 0
     canary_max_abs: float = 0.0
+    checked: int = 0
+    """Tensors whose checksums in the engine were the manifest's."""
     why: str = ""
