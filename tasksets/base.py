@@ -114,6 +114,53 @@ class Machine(_Record):
         return 3 * self.grading.timeout_s + (self.agent_timeout_s or ORACLE_S)
 
 
+class ServiceImage(_Record):
+    """What a service of a public format's compose file is made from."""
+
+    source: ImageSource
+    entrypoint: list[str] | None = None
+    """None: the image's, and its command as well where there is no other; else that one is not used."""
+    command: list[str] | None = None
+    """None: as said of `entrypoint`."""
+    user: str = ""
+    """Empty: the image's."""
+    workdir: str = ""
+    """Empty: the image's."""
+    storage_mb: int = Field(10240, ge=1)
+
+
+class Service(_Record):
+    """A program beside the sandbox: in a container of its own, in the sandbox's network, where its name is its address.
+
+    A native one lives in a small sandbox such as the agent's: `setup` prepares it, uid 1000 runs `start` in /work."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
+    aliases: list[str] = []
+    """Other names under which it can be reached."""
+    setup: str = ""
+    """Shell script run as root before its program; what it leaves is kept and forked, as a task's."""
+    start: str = ""
+    """Shell command that runs until it is killed."""
+    healthcheck: Healthcheck | None = None
+    """It must succeed before the agent begins, and again before the verdict. None, for those with an image of their
+    own: something of it has to run."""
+    state: str = ""
+    """Shell script run as root in it, with trusted tools, once the agent's processes are gone: its output is what the
+    task's check has as STATE_<NAME>, at most 64 KiB of it. Exit code must be 0."""
+    env: dict[str, str] = {}
+    """For all of these."""
+    memory_mb: int = Field(256, ge=6)
+    cpus: float = Field(1.0, gt=0)
+    processes: int = Field(128, ge=8)
+    image: ServiceImage | None = None
+    """None: a native one, on the base image of its task."""
+
+    @property
+    def variable(self) -> str:
+        """Example: `STATE_WEB_SHOP` of the service `web-shop`."""
+        return "STATE_" + "".join(letter if letter.isalnum() else "_" for letter in self.name).upper()
+
+
 class Task(_Record):
     """One problem: an environment, an instruction and a verifier."""
 
@@ -143,6 +190,8 @@ class Task(_Record):
     """Name of a base image that Ratchet builds; of a native task."""
     machine: Machine | None = None
     """None: a native task."""
+    services: list[Service] = []
+    """Programs beside the sandbox, in the order in which they start."""
     notes: list[str] = []
     """What its format asked for and does not get, in words."""
 

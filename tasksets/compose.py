@@ -1,8 +1,8 @@
-"""The one service of a docker-compose file, as far as it says something of a single machine.
+"""A docker-compose file: what it says of the agent's machine, and the services beside it.
 
-Owns what of Compose is understood: build or image, command, variables, user, folder, limits, health check. Whatever
-would make the machine another than Ratchet starts (more services, privileges, devices, mounts of the host) is a reason
-not to use the task. Called by the readers of both public formats.
+Owns what of Compose is understood: build or image, command, variables, user, folder, limits, health check, order.
+Whatever would make a container another than Ratchet starts (privileges, devices, mounts of the host, folders that
+several share) is a reason not to use the task. Called by the readers of both public formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from tasksets.base import Healthcheck, ImageSource
+from tasksets.base import Healthcheck, ImageSource, Service, ServiceImage
+from tasksets.compose_graph import in_order, names_of, own_volumes, same_port, volume_of
 from tasksets.reading import Unsupported, interpolate, read_text
 
 FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -24,7 +25,7 @@ _HARMLESS = {
     *("expose", "labels", "stop_grace_period", "stop_signal", "logging", "read_only", "mem_swappiness", "scale"),
     *("shm_size", "ulimits", "networks", "profiles"),
 }
-"""Of no meaning to a task without network, or given anyway."""
+"""Of no meaning where all share one address and nothing leads out, or given anyway."""
 _READ = {
     *("build", "image", "command", "entrypoint", "environment", "working_dir", "user", "healthcheck", "deploy"),
     *("cpus", "mem_limit", "network_mode", "volumes", "cap_add", "depends_on"),
@@ -39,7 +40,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass
-class Service:
+class Composed:
     """What a compose file says of the machine; None and empty for what it leaves open."""
 
     image: ImageSource | None = None
@@ -50,67 +51,121 @@ class Service:
     cpus: float | None = None
     memory_mb: int | None = None
     healthcheck: Healthcheck | None = None
+    services: list[Service] = field(default_factory=list)
+    """Beside the machine, each after those that it depends on."""
 
 
 def compose_file(folder: Path) -> Path | None:
     return next((folder / name for name in FILES if (folder / name).is_file()), None)
 
 
-def read_service(path: Path, name: str, variables: dict[str, str], reasons: list[str]) -> Service:
-    """The service `name`, which must be the only one; what can't be had goes to `reasons`. Raises Unsupported for a
-    file that can't be read."""
+def read_compose(
+    path: Path, name: str, variables: dict[str, str], reasons: list[str], *, required: bool = True
+) -> Composed:
+    """The machine, which is the service `name`, and all others; what can't be had goes to `reasons`. Not `required`:
+    the file may leave the machine itself out. Raises Unsupported for a file that can't be read."""
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
         raise Unsupported([f"{path.name}: {_one_line(error)}"]) from error
     services = found.get("services") if isinstance(found, dict) else None
-    if not isinstance(services, dict) or not isinstance(services.get(name), dict):
+    if not isinstance(services, dict) or not all(isinstance(given, dict) for given in services.values()):
+        raise Unsupported([f"{path.name}: there are no services"])
+    if required and name not in services:
         raise Unsupported([f"{path.name}: there is no service {name!r}"])
-    if len(services) > 1:
-        reasons.append(f"{path.name}: several services: {', '.join(map(str, services))}")
     missing: list[str] = []
-    given = _interpolated(services[name], variables, missing)
+    services = {str(key): _interpolated(given, variables, missing) for key, given in services.items()}
+    services.setdefault(name, {})
     reasons += [f"{path.name}: it needs the host's variable {absent}" for absent in sorted(set(missing))]
     try:
-        return _Reader(path, given, reasons).service()
-    except (TypeError, ValueError, AttributeError) as error:
+        return _read(path, name, services, reasons)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Unsupported([*reasons, f"{path.name}: {_one_line(error)}"]) from error
 
 
+def _read(path: Path, name: str, services: dict[str, dict[str, Any]], reasons: list[str]) -> Composed:
+    own = own_volumes(services)
+    composed = _Reader(path, path.name, services.pop(name), reasons, own).machine()
+    reasons += [f"{path.name}: {why}" for why in same_port(services)]
+    order, wrong = in_order(services)
+    reasons += [f"{path.name}: {why}" for why in wrong]
+    for other in order:
+        reader = _Reader(path, f"{path.name}: service {other}", services[other], reasons, own)
+        composed.services.append(reader.service(other))
+    return composed
+
+
 class _Reader:
-    def __init__(self, path: Path, given: dict[str, Any], reasons: list[str]) -> None:
+    """One service. `where` begins its reasons; `own` are the named volumes that it shares with no other."""
+
+    def __init__(self, path: Path, where: str, given: dict[str, Any], reasons: list[str], own: set[str]) -> None:
         self._path = path
+        self._where = where
         self._given = given
         self._reasons = reasons
+        self._own = own
 
-    def service(self) -> Service:
+    def machine(self) -> Composed:
         self._refuse()
-        limits = (self._given.get("deploy") or {}).get("resources", {}).get("limits", {})
-        cpus, memory = limits.get("cpus", self._given.get("cpus")), limits.get("memory", self._given.get("mem_limit"))
-        return Service(
+        cpus, memory_mb = self._limits()
+        return Composed(
             image=self._image(),
             start=self._start(),
             env=_pairs(self._given.get("environment"), self._refused),
             user=str(self._given.get("user", "")),
             workdir=str(self._given.get("working_dir", "")),
-            cpus=float(cpus) if cpus else None,
-            memory_mb=megabytes(memory) if memory else None,
+            cpus=cpus,
+            memory_mb=memory_mb,
             healthcheck=_healthcheck(self._given.get("healthcheck")),
         )
 
+    def service(self, name: str) -> Service:
+        """One beside the machine. Raises ValueError."""
+        self._refuse()
+        cpus, memory_mb = self._limits()
+        image = self._image()
+        if image is None:
+            self._refused("neither build nor image")
+        given, words = (
+            self._given,
+            {key: _words(self._given[key]) for key in ("entrypoint", "command") if self._given.get(key)},
+        )
+        return Service(
+            name=name,
+            aliases=sorted(names_of(given) - {name}),
+            healthcheck=_healthcheck(given.get("healthcheck")),
+            env=_pairs(given.get("environment"), self._refused),
+            memory_mb=memory_mb or 2048,
+            cpus=cpus or 1.0,
+            image=ServiceImage(
+                source=image or ImageSource(),
+                entrypoint=words.get("entrypoint"),
+                command=words.get("command"),
+                user=str(given.get("user", "")),
+                workdir=str(given.get("working_dir", "")),
+            ),
+        )
+
+    def _limits(self) -> tuple[float | None, int | None]:
+        """CPUs and MB of memory."""
+        limits = (self._given.get("deploy") or {}).get("resources", {}).get("limits", {})
+        cpus, memory = limits.get("cpus", self._given.get("cpus")), limits.get("memory", self._given.get("mem_limit"))
+        return float(cpus) if cpus else None, megabytes(memory) if memory else None
+
     def _refused(self, why: str) -> None:
-        self._reasons.append(f"{self._path.name}: {why}")
+        self._reasons.append(f"{self._where}: {why}")
 
     def _refuse(self) -> None:
         for key in sorted(self._given.keys() - _HARMLESS - _READ):
             self._refused(str(key) if self._given[key] is True else f"{key}: {self._given[key]}"[:80])
         for volume in self._given.get("volumes") or []:
-            if not _is_log(volume):
+            if not _is_log(volume) and volume_of(volume) not in self._own:
                 self._refused(f"volume {volume}"[:120])
         if more := set(map(str, self._given.get("cap_add") or [])) - CAPABILITIES:
             self._refused(f"capabilities {', '.join(sorted(more))}")
-        if self._given.get("network_mode") not in (None, "none", "bridge", "default"):
-            self._refused(f"network_mode {self._given['network_mode']}")
+        mode = str(self._given.get("network_mode") or "none")
+        if mode not in ("none", "bridge", "default") and not mode.startswith("service:"):
+            self._refused(f"network_mode {mode}")
         resources = (self._given.get("deploy") or {}).get("resources", {})
         if (resources.get("reservations") or {}).get("devices"):
             self._refused("it reserves devices, such as GPUs")

@@ -37,14 +37,18 @@ READERS: dict[str, Callable[[Path, Tuning], Task]] = {
 }
 """By the file that tells the format."""
 SHOWN = 3
+LEAST_MB = 160
+"""Of a native service."""
 
 
 class FolderTaskset:
-    """The tasks of one folder, read once. Native files with faults raise InvalidConfig naming them; tasks of the public
-    formats that Ratchet can't run are left out and reported."""
+    """The tasks of one folder, read once; a training task that comes later is found by whoever names it, and is in no
+    split. Native files with faults raise InvalidConfig naming them; tasks of the public formats that Ratchet can't run
+    are left out and reported."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder.resolve())
+        self._folder = folder
         self.unsupported: dict[str, list[str]] = {}
         """Why tasks were left out, by their id."""
         if _reader(folder):
@@ -67,11 +71,21 @@ class FolderTaskset:
         return list(self._ids[split])
 
     def load(self, task_id: str) -> Task:
+        if task_id not in self._tasks and task_id not in self.unsupported:
+            self._look_again(task_id)
         if task_id in self.unsupported:
             raise InvalidConfig(f"{self.name}: {task_id} can't be used: {'; '.join(self.unsupported[task_id])}")
         if task_id not in self._tasks:
             raise InvalidConfig(f"{self.name} has no task {task_id!r}")
         return self._tasks[task_id]
+
+    def _look_again(self, task_id: str) -> None:
+        """Take the task in if its files are in the folder by now. Raises InvalidConfig as the first reading does."""
+        now = FolderTaskset(self._folder)
+        if task_id in now._ids[Split.TRAIN]:
+            self._tasks[task_id] = now._tasks[task_id]
+        elif task_id in now.unsupported:
+            self.unsupported[task_id] = now.unsupported[task_id]
 
     def _read(self, folder: Path, tuning: Tuning) -> dict[str, Task]:
         folders = sorted(path for path in folder.glob("*") if path.is_dir() and _reader(path))
@@ -118,6 +132,7 @@ def _read_native(folder: Path, *, sure: bool) -> dict[str, Task]:
 
 
 def _fields(path: Path) -> Any:
+    """What a file says, before anything is made of it."""
     try:
         text = path.read_text()
         return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -125,13 +140,51 @@ def _fields(path: Path) -> Any:
         raise InvalidConfig(f"{path}: {error}") from error
 
 
+def _with_files(path: Path, fields: Any) -> Any:
+    """The same with services that name a file taken from there; what the task says itself goes over that."""
+    services = fields.get("services") if isinstance(fields, dict) else None
+    if not isinstance(services, list):
+        return fields
+    return {**fields, "services": [_service(path, given) for given in services]}
+
+
+def _service(path: Path, given: Any) -> Any:
+    if not isinstance(given, dict) or "file" not in given:
+        return given
+    source = path.parent / str(given["file"])
+    if not source.is_file():
+        raise InvalidConfig(f"{path}: there is no {given['file']}, of which a service is to be")
+    shared = _fields(source)
+    if not isinstance(shared, dict):
+        raise InvalidConfig(f"{source}: no service")
+    own = {name: value for name, value in given.items() if name != "file"}
+    return {**shared, **own, "env": {**shared.get("env", {}), **own.get("env", {})}}
+
+
+def _wrong_services(task: Task) -> str:
+    """Why they can't be had; empty where they can."""
+    names = [service.name for service in task.services]
+    if len(set(names)) < len(names) or "localhost" in names:
+        return f"services need names of their own, and none is localhost: {', '.join(names)}"
+    for service in task.services:
+        if service.image is not None:
+            return f"service {service.name}: image belongs to the public formats, a native one has the task's"
+        if not service.start or service.healthcheck is None:
+            return f"service {service.name}: start and healthcheck say what it runs and when it is ready"
+        if service.memory_mb < LEAST_MB:
+            return f"service {service.name}: memory_mb is {LEAST_MB} at least, its file systems count in it"
+    return ""
+
+
 def _read_task(path: Path, fields: Any) -> Task:
     try:
-        task = Task.model_validate({"id": path.stem, **fields})
+        task = Task.model_validate({"id": path.stem, **_with_files(path, fields)})
     except (ValidationError, ValueError, TypeError) as error:
         raise InvalidConfig(f"{path}: {error}") from error
     if task.id != path.stem:
         raise InvalidConfig(f"{path}: id is {task.id!r}, the file's name says {path.stem!r}")
     if task.machine is not None or task.notes:
         raise InvalidConfig(f"{path}: machine and notes belong to the public formats, a native task has neither")
+    if wrong := _wrong_services(task):
+        raise InvalidConfig(f"{path}: {wrong}")
     return task

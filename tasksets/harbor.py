@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasksets.base import Artifact, Grading, Healthcheck, ImageSource, Machine, Reads, Task
-from tasksets.compose import Service, compose_file, megabytes, read_service
+from tasksets.compose import Composed, compose_file, megabytes, read_compose
 from tasksets.oracle import folder_files, oracle_commands
 from tasksets.pytests import expected_tests
 from tasksets.reading import TESTS, Tuning, Unsupported, interpolate_all, leaving, read_text
@@ -129,7 +129,8 @@ class _Reader:
         self._refuse()
         read = ("instruction.md", "environment", "solution", "tests")
         self._reasons += leaving(self._folder, *(self._folder / name for name in read))
-        machine = self._machine()
+        composed = self._composed(self._folder / "environment")
+        machine = self._machine(composed)
         script = read_text(tests / "test.sh") if (tests / "test.sh").is_file() else ""
         if not script:
             self._reasons.append("there is no tests/test.sh")
@@ -149,6 +150,7 @@ class _Reader:
             oracle_answer="done" if oracle else "",
             expected_tests=expected,
             machine=machine,
+            services=composed.services,
             notes=self._notes(),
         )
 
@@ -170,37 +172,37 @@ class _Reader:
         }
         self._reasons += [reason for reason, wanted in unless.items() if wanted]
 
-    def _machine(self) -> Machine:
+    def _machine(self, composed: Composed) -> Machine:
         config, environment = self._config, self._config.environment
-        service = self._service(self._folder / "environment")
-        image = self._image(self._folder / "environment", environment, service)
+        image = self._image(self._folder / "environment", environment, composed)
         env = interpolate_all(environment.env, "environment.env", self._reasons)
         return Machine(
             format="harbor",
             image=image,
             grading=self._grading(),
-            user=str(config.agent.user) if config.agent.user is not None else service.user,
-            workdir=environment.workdir or service.workdir,
-            env=service.env | env,
-            start=service.start,
-            healthcheck=_healthcheck(environment.healthcheck) or service.healthcheck,
+            user=str(config.agent.user) if config.agent.user is not None else composed.user,
+            workdir=environment.workdir or composed.workdir,
+            env=composed.env | env,
+            start=composed.start,
+            healthcheck=_healthcheck(environment.healthcheck) or composed.healthcheck,
             folders=["/logs/agent", LOGS, ARTIFACTS],
             oracle_folder=SOLUTION,
-            cpus=environment.cpus or service.cpus or 1.0,
-            memory_mb=environment.memory_mb or _megabytes(environment.memory) or service.memory_mb or 2048,
+            cpus=environment.cpus or composed.cpus or 1.0,
+            memory_mb=environment.memory_mb or _megabytes(environment.memory) or composed.memory_mb or 2048,
             storage_mb=environment.storage_mb or _megabytes(environment.storage) or 10240,
             agent_timeout_s=self._tuning.agent_s(config.agent.timeout_sec),
         )
 
-    def _service(self, folder: Path) -> Service:
+    def _composed(self, folder: Path) -> Composed:
         found = compose_file(folder)
-        return read_service(found, SERVICE, _COMPOSE, self._reasons) if found is not None else Service()
+        # Harbor lays the file over one of its own, which has the machine.
+        return read_compose(found, SERVICE, _COMPOSE, self._reasons, required=False) if found else Composed()
 
-    def _image(self, folder: Path, environment: _Environment, service: Service) -> ImageSource:
+    def _image(self, folder: Path, environment: _Environment, composed: Composed) -> ImageSource:
         timeout_s = self._tuning.build_s(environment.build_timeout_sec)
         reference = environment.docker_image or ""
-        if service.image is not None:
-            return service.image.model_copy(update={"timeout_s": timeout_s})
+        if composed.image is not None:
+            return composed.image.model_copy(update={"timeout_s": timeout_s})
         if (folder / "Dockerfile").is_file():
             return ImageSource(context=str(folder.resolve()), reference=reference, timeout_s=timeout_s)
         if not reference:
@@ -236,7 +238,7 @@ class _Reader:
             self._reasons.append("a verifier with a compose file of its own")
         if environment is None and not (tests / "Dockerfile").is_file():
             return None
-        return self._image(tests, environment or _Environment(), Service())
+        return self._image(tests, environment or _Environment(), Composed())
 
     def _oracle(self) -> list[str]:
         folder = self._folder / "solution"

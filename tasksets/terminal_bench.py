@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasksets.base import Artifact, Grading, ImageSource, Machine, Reads, Task
-from tasksets.compose import Service, compose_file, read_service
+from tasksets.compose import Composed, compose_file, read_compose
 from tasksets.oracle import oracle_commands
 from tasksets.pytests import expected_tests
 from tasksets.reading import TESTS, Tuning, Unsupported, leaving, read_text
@@ -67,7 +67,7 @@ def read_terminal_bench(folder: Path, tuning: Tuning) -> Task:
     if not script.is_file():
         reasons.append(f"there is no {SCRIPT}")
     reasons += leaving(folder, *(folder / name for name in (SCRIPT, "Dockerfile", "tests", *SOLUTIONS)))
-    service, image = _environment(folder, tuning, reasons)
+    composed, image = _environment(folder, tuning, reasons)
     oracle = _oracle(folder)
     if reasons:
         raise Unsupported(reasons)
@@ -87,15 +87,15 @@ def read_terminal_bench(folder: Path, tuning: Tuning) -> Task:
         format="terminal-bench",
         image=image,
         grading=grading,
-        user=service.user,
-        workdir=service.workdir,
-        env=service.env,
-        start=service.start,
-        healthcheck=service.healthcheck,
+        user=composed.user,
+        workdir=composed.workdir,
+        env=composed.env,
+        start=composed.start,
+        healthcheck=composed.healthcheck,
         folders=[LOGS, "/agent-logs"],
         oracle_folder=SOLUTION,
-        cpus=service.cpus or 1.0,
-        memory_mb=service.memory_mb or 2048,
+        cpus=composed.cpus or 1.0,
+        memory_mb=composed.memory_mb or 2048,
         agent_timeout_s=tuning.agent_s(config.max_agent_timeout_sec),
     )
     return Task(
@@ -108,20 +108,21 @@ def read_terminal_bench(folder: Path, tuning: Tuning) -> Task:
         oracle_answer="done" if oracle else "",
         expected_tests=expected,
         machine=machine,
+        services=composed.services,
         notes=["it may use the network and does not get any"],
     )
 
 
-def _environment(folder: Path, tuning: Tuning, reasons: list[str]) -> tuple[Service, ImageSource]:
+def _environment(folder: Path, tuning: Tuning, reasons: list[str]) -> tuple[Composed, ImageSource]:
     found = compose_file(folder)
-    service = read_service(found, SERVICE, _COMPOSE, reasons) if found is not None else Service()
-    image = service.image
+    composed = read_compose(found, SERVICE, _COMPOSE, reasons) if found is not None else Composed()
+    image = composed.image
     if image is None and (folder / "Dockerfile").is_file():
         image = ImageSource(context=str(folder.resolve()))
     if image is None:
         reasons.append("there is no Dockerfile, and no image in a compose file")
         image = ImageSource()
-    return service, image.model_copy(update={"timeout_s": tuning.build_s(image.timeout_s)})
+    return composed, image.model_copy(update={"timeout_s": tuning.build_s(image.timeout_s)})
 
 
 def _oracle(folder: Path) -> list[str]:

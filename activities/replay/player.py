@@ -11,7 +11,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 from pydantic import BaseModel, computed_field
 
@@ -168,9 +167,15 @@ class Player:
         labels = {"kind": KIND, "run": KIND, "attempt": f"{self._name}/{role}", "task": self._task.id}
         sandbox_id = self._backend.id_of(labels["attempt"], KIND)
         try:
-            sandbox = await self._backend.acquire(SandboxSpec(image=self._recorded.episode.image_id), labels)
-            await Preparation(self._backend).prepare(self._task, sandbox)
-            yield sandbox_id, partial(self._backend.run, sandbox_id)
+            preparation = Preparation(self._backend)
+            spec = SandboxSpec(
+                image=self._recorded.episode.image_id,
+                runtime=self._recorded.limits.runtime,
+                binds=preparation.binds(self._task),
+            )
+            sandbox = await self._backend.acquire(spec, labels)
+            await preparation.prepare(self._task, sandbox)
+            yield sandbox_id, preparation.run_in(self._task, sandbox_id)
         finally:
             await self._backend.close(sandbox_id)
 

@@ -11,13 +11,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from temporalio import activity
 
 from activities.sandbox.channel import Operation, Result
 from activities.sandbox.commands import agent_operation, output_digest
-from activities.sandbox.container import SandboxSpec
 from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.evidence import Blame, SandboxGone, broken_by_agent
@@ -49,12 +49,16 @@ from workflows.errors import SandboxError, VerifierBrokenByAnswer, VerifierError
 
 
 class SandboxActivities:
-    """`host` names this machine in leases; `open_taskset` is `tasksets.open_taskset`."""
+    """`host` names this machine in leases; `queue` is where calls on its sandboxes go, empty where that is the queue of
+    their episodes; `open_taskset` is `tasksets.open_taskset`."""
 
-    def __init__(self, backend: DockerBackend, open_taskset: Callable[[str], Taskset], host: str) -> None:
+    def __init__(
+        self, backend: DockerBackend, open_taskset: Callable[[str], Taskset], host: str, *, queue: str = ""
+    ) -> None:
         self._backend = backend
         self._open_taskset = open_taskset
         self._host = host
+        self._queue = queue
         self._inquest = Inquest(backend)
         self._machines = Machines(backend)
         self._preparation = Preparation(backend, self._machines)
@@ -78,7 +82,8 @@ class SandboxActivities:
         }
         for lost in range(input.generation):
             await self._backend.close(self._backend.id_of(input.attempt_id, generation=lost))
-        sandbox = await self._backend.acquire(await self._machines.spec(task), labels)
+        spec = replace(await self._machines.spec(task), runtime=input.runtime)
+        sandbox = await self._backend.acquire(spec, labels)
         try:
             forked = await self._preparation.prepare(task, sandbox)
         except SandboxError as error:
@@ -91,6 +96,8 @@ class SandboxActivities:
             image_id=sandbox.image_id,
             host=self._host,
             attempt_id=input.attempt_id,
+            queue=self._queue,
+            runtime=input.runtime,
         )
         run_s = time.monotonic() - began - sandbox.waited_s
         timing = Timing(queue_s=queue_s + sandbox.waited_s, run_s=run_s)
@@ -114,6 +121,7 @@ class SandboxActivities:
         try:
             async with storage.watched():
                 result = await self._backend.run(input.lease.sandbox_id, op)
+            await self._machines.services.attend(input.lease.sandbox_id)
         except SandboxGone as gone:
             spent = time.monotonic() - began
             doing = await self._inquest.on_death(input.lease, gone, before)
@@ -213,15 +221,16 @@ class SandboxActivities:
             return look
 
         labels = {"kind": "grader", "run": _run_of(lease.attempt_id), "attempt": lease.attempt_id, "task": task.id}
-        return await self._judge.judge(task, Answer(lease.sandbox_id, lease.image_id, labels), look_at)
+        return await self._judge.judge(task, Answer(lease.sandbox_id, lease.image_id, labels, lease.runtime), look_at)
 
     async def _judge_sandbox(self, task: Task, input: VerifyInput, before: Start) -> Verdict:
         """Kill what the agent left running, then check where it was."""
         sandbox_id = input.lease.sandbox_id
+        run_in = self._preparation.run_in(task, sandbox_id)
 
         async def run(op: Operation) -> Result:
             async with self._outlived(input.lease, before):
-                return await self._backend.run(sandbox_id, op)
+                return await run_in(op)
 
         async def look(op: Operation, result: Result) -> dict[str, str]:
             return (await self._inquest.on_result(input.lease, op, result, before)).evidence or {}
@@ -264,10 +273,11 @@ class SandboxActivities:
         try:
             # An earlier try may have left one half way through its oracle.
             await self._backend.close(sandbox_id)
-            sandbox = await self._backend.acquire(SandboxSpec(image=task.image), labels)
+            spec = replace(await self._machines.spec(task), runtime=lease.runtime)
+            sandbox = await self._backend.acquire(spec, labels)
             # As the attempt's own: a snapshot that breaks the check breaks the proof as well.
             await self._preparation.prepare(task, sandbox)
-            yield partial(self._backend.run, sandbox_id)
+            yield self._preparation.run_in(task, sandbox_id)
         except SandboxGone as gone:
             words = f"the sandbox of the proof for {task.id}: {gone}"
             raise VerifierError(words, retryable=not gone.by_agent, evidence=gone.evidence) from gone

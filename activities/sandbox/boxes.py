@@ -21,6 +21,8 @@ from workflows.errors import SandboxError
 
 CONTAINER = "ratchet.container"
 """Label of the container's name, where it is not the sandbox's id."""
+SERVICES = "ratchet.services"
+"""Label of the ids of the services that stand beside it by their names, as JSON."""
 RELEASED = "released"
 """Name of the file that says: its attempt needs it no more."""
 
@@ -64,6 +66,15 @@ class Boxes:
         """To those that it has."""
         folder = self.root / sandbox_id
         write_labels(folder, read_labels(folder) | labels)
+
+    def services(self, sandbox_id: str) -> dict[str, str]:
+        """Ids of the services beside it by their names, whether they are there or not; they go with it."""
+        found: dict[str, str] = json.loads(self.labels(sandbox_id).get(SERVICES, "{}"))
+        return found
+
+    def add_service(self, sandbox_id: str, name: str, service_id: str) -> None:
+        """Before there is anything of it."""
+        self.add_labels(sandbox_id, {SERVICES: json.dumps(self.services(sandbox_id) | {name: service_id})})
 
     def container(self, sandbox_id: str) -> str:
         """The name of its container, whether that is there or not."""

@@ -1,9 +1,10 @@
 """What a sandbox's container may do and use: one table of flags.
 
-Pure. The walls: no network, no capability for the agent, nothing writable on the host's disk (the root file system is
-read-only, what can be written is sized memory), and limits on memory, processes and CPU. A task that brings a machine
-of its own gets all of its image's files to write, which then lie on the host's disk, and an agent that may be root
-there, with few capabilities; the other walls stand. Called by `DockerBackend`.
+Pure. The walls: no network but a loopback, which a task's services share, no capability for the agent, nothing writable
+on the host's disk (the root file system is read-only, what can be written is sized memory), and limits on memory,
+processes and CPU. A task that brings a machine of its own gets all of its image's files to write, which then lie on the
+host's disk, and an agent that may be root there, with few capabilities; the other walls stand. Called by
+`DockerBackend`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ class SandboxSpec:
     tmp_mb: int = 32
     processes: int = 128
     cpus: float = 1.0
+    runtime: str = ""
+    """Container runtime by the daemon's name for it, as `runsc` for gVisor; empty: the daemon's own."""
     machine: bool = False
     """Everything can be written, in the image's own file system; the sizes above then mean nothing."""
     binds: tuple[Bind, ...] = ()
+    beside: str = ""
+    """Container whose network it shares; empty: one of its own, in which there is nothing but a loopback."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def create_config(
     """The body of `POST /containers/create`. `sbxd` False: the first process only holds the sandbox open."""
     command = [f"{TOOLS}/sbxd", BOX, str(LEASE_S)] if sbxd else [f"{TOOLS}/bin/busybox", "sleep", str(LEASE_S)]
     host: dict[str, Any] = {
-        "NetworkMode": "none",
+        "NetworkMode": f"container:{spec.beside}" if spec.beside else "none",
         "Memory": spec.memory_mb << 20,
         "MemorySwap": spec.memory_mb << 20,
         "PidsLimit": spec.processes,
@@ -78,19 +83,25 @@ def create_config(
     } | (_machine() if spec.machine else _sandbox(spec))
     if cgroup_parent:
         host["CgroupParent"] = cgroup_parent
+    if spec.runtime:
+        host["Runtime"] = spec.runtime
     return {
         "Image": image_id,
         "Entrypoint": command,
         "Cmd": [],
         "User": "0:0",
         "WorkingDir": "/",
-        "Hostname": "sandbox",
         "Labels": labels,
-        # The runtime itself makes an empty network namespace with a loopback; the daemon's own way to the same costs
-        # as much time and CPU again.
-        "NetworkDisabled": True,
         "HostConfig": host,
-    }
+    } | ({} if spec.beside else _ALONE)
+
+
+_ALONE = {
+    "Hostname": "sandbox",
+    # The runtime itself makes an empty network namespace with a loopback; the daemon's own way to the same costs as
+    # much time and CPU again.
+    "NetworkDisabled": True,
+}
 
 
 def _sandbox(spec: SandboxSpec) -> dict[str, Any]:

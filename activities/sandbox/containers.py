@@ -62,7 +62,7 @@ class Recipe:
     @property
     def contents(self) -> dict[str, Any]:
         """What a program that runs in it can tell from it."""
-        return asdict(replace(self.spec, image=self.image_id)) | {"tools": self.tools.name}
+        return asdict(replace(self.spec, image=self.image_id, beside="")) | {"tools": self.tools.name}
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,14 @@ class Containers:
         self._toolbox: Path | None = None
         self._building = asyncio.Lock()
         self._cgroup: str | None = None
+        self._runtimes: set[str] = set()
         self._awaited = 0
         self._calm = asyncio.Event()
         self._calm.set()
 
     async def recipe(self, spec: SandboxSpec) -> Recipe:
-        """How to make it here. Raises SandboxError, InvalidConfig for an unknown image."""
+        """How to make it here. Raises SandboxError, final for a runtime that the daemon has not; InvalidConfig for an
+        unknown image."""
         tools = await self.tools()
         image_id = self._images.get(spec.image) or await ensure_image(self._daemon, spec.image)
         if image_id != spec.image:
@@ -109,6 +111,14 @@ class Containers:
         if self._cgroup is None:
             info = await self._daemon.call("info", lambda client: client.system.info())
             self._cgroup = cgroup_parent(info, self._parent)
+            self._runtimes = set(info.get("Runtimes") or {})
+        if spec.runtime and spec.runtime not in self._runtimes:
+            there = ", ".join(sorted(self._runtimes)) or "none by name"
+            raise SandboxError(
+                f"this host's Docker has no runtime {spec.runtime!r} (sandbox.runtime of the run); it has: {there}."
+                ' Add it to "runtimes" of its daemon.json',
+                retryable=False,
+            )
         sbxd = self._use_sbxd and has_sbxd(tools)
         return Recipe(spec, image_id, tools, sbxd, self._cgroup, self._namespace)
 

@@ -70,6 +70,7 @@ class DockerBackend:
         self._stack = hashlib.sha256(str(self.state).encode()).hexdigest()[:12]
         self.daemon = self._daemon = Daemon(docker_host)
         self.boxes = self._boxes = Boxes(self.state / "sandboxes")
+        self.slots = slots
         self._slots = Slots(slots, partial(self._folders_with, "ratchet.kind", "agent"), self._living)
         self._containers = Containers(
             self._daemon, self.state, self._stack, use_sbxd=use_sbxd, parent=parent, namespace=namespace
@@ -85,6 +86,11 @@ class DockerBackend:
         words = [self._stack, attempt, kind, *([str(generation)] if generation else [])]
         return "ratchet-" + hashlib.sha256("|".join(words).encode()).hexdigest()[:20]
 
+    def id_for(self, labels: dict[str, str]) -> str:
+        """That of the sandbox which `acquire` gives for these labels."""
+        parts = [labels.get("kind", "agent"), *(labels[name] for name in ("beside", "service") if name in labels)]
+        return self.id_of(labels["attempt"], "/".join(parts), int(labels.get("generation", "0")))
+
     async def keep_warm(self, spec: SandboxSpec) -> None:
         """Begin to keep the pool, with `spec` as what will be asked for, and finish the releases of dead workers."""
         for sandbox_id in await asyncio.to_thread(self._boxes.released):
@@ -96,12 +102,17 @@ class DockerBackend:
         """Sandboxes of the pool that answer and that nobody took, by the key of their recipe."""
         return {key: len(members) for key, members in self._members.ready().items()}
 
+    async def living(self) -> set[str]:
+        """Agents' sandboxes that have a slot here. Raises SandboxError."""
+        return await self._slots.held()
+
     async def acquire(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
-        """A running sandbox for `labels["attempt"]`, `labels["kind"]` (`agent`, `verifier`, `canary` or `replay`) and
-        `labels["generation"]`, the one of an earlier try where there is one. Raises SandboxError, InvalidConfig for an
+        """A running sandbox for `labels["attempt"]`, `labels["kind"]` (`agent`, `verifier`, `canary`, `replay` or
+        `service`, which has `beside` and `service` as well) and `labels["generation"]`, the one of an earlier try where
+        there is one. Raises SandboxError, InvalidConfig for an
         unknown image."""
-        generation, kind = int(labels.get("generation", "0")), labels.get("kind", "agent")
-        sandbox_id = self.id_of(labels["attempt"], kind, generation)
+        kind = labels.get("kind", "agent")
+        sandbox_id = self.id_for(labels)
         # A verifier's sandbox serves one that holds a slot already; waiting for another could wait for ever.
         waited = await self._slots.take(sandbox_id) if kind == "agent" else 0.0
         try:
@@ -137,6 +148,10 @@ class DockerBackend:
     async def ask(self, sandbox_id: str, op_id: str, wait_s: float) -> Result | None:
         """The result of a key, None where it was never started. Raises as `run`."""
         return await self._answered(sandbox_id, self._channel(sandbox_id).ask(op_id, wait_s))
+
+    def folder(self, sandbox_id: str) -> Path:
+        """The sandbox's folder on this host, which is mounted into it where root alone reaches it."""
+        return self._boxes.box(sandbox_id)
 
     async def kill_agent(self, sandbox_id: str) -> None:
         """Kill every process that the agent left. Raises as `run`."""
@@ -291,6 +306,8 @@ class DockerBackend:
         await self._slots.free(sandbox_id)
 
     async def _discard(self, sandbox_id: str) -> None:
+        for service in self._boxes.services(sandbox_id).values():
+            await self._discard(service)
         container = self._boxes.container(sandbox_id)
         await self._containers.remove(container)
         if MACHINE in self._boxes.labels(sandbox_id):

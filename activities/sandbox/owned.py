@@ -8,7 +8,8 @@ from typing import Any
 
 from activities.sandbox.boxes import CONTAINER, Folder
 
-ATTEMPTS = ("agent", "verifier", "grader")
+SERVICE = "service"
+ATTEMPTS = ("agent", "verifier", "grader", SERVICE)
 """Kinds that live as long as an attempt at most."""
 
 

@@ -19,9 +19,11 @@ from pathlib import Path
 
 from activities.sandbox.boxes import named_disk
 from activities.sandbox.channel import BOX, TOOLS, Operation, Result
+from activities.sandbox.container import Bind, SandboxSpec
 from activities.sandbox.containers import Sandbox
 from activities.sandbox.docker import DockerBackend
 from activities.sandbox.machines.machines import Machines
+from activities.sandbox.services import native_spec, native_start, native_task
 from activities.sandbox.snapshots import Snapshots
 from activities.sandbox.verification import (
     SETUP_S,
@@ -32,7 +34,7 @@ from activities.sandbox.verification import (
     run_setup,
     setup_operation,
 )
-from tasksets.base import Task
+from tasksets.base import Service, Task
 from workflows.errors import SandboxError
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,8 @@ class Preparation:
         self._first: dict[str, asyncio.Event] = {}
 
     async def prepare(self, task: Task, sandbox: Sandbox) -> bool:
-        """Make the sandbox ready for the agent; whether it is a fork. Raises SandboxError, final for a failed setup."""
+        """Make the sandbox and its services ready for the agent; whether it is a fork. Raises SandboxError, final for a
+        failed setup."""
         if task.machine is not None:
             # What its setup would leave is in its image.
             await self._machines.prepare(task, sandbox)
@@ -76,7 +79,26 @@ class Preparation:
             # Of an earlier try that was only overtaken: nothing may be kept once the agent has begun.
             await run(Operation(op_id=KEEP, command="exit 4", timeout_s=SNAP_S, root=True))
         await note_protected(task, run)
+
+        async def spec_of(service: Service) -> SandboxSpec:
+            return native_spec(task, service)
+
+        await self._machines.services.open(task, sandbox, spec_of, self._furnish)
         return forked
+
+    async def _furnish(self, service: Service, sandbox: Sandbox) -> Operation:
+        await self.prepare(native_task(service), sandbox)
+        return native_start(service)
+
+    def binds(self, task: Task) -> tuple[Bind, ...]:
+        """What of the host a native task's sandbox has to be acquired with. Raises SandboxError."""
+        return self._machines.services.binds(task)
+
+    def run_in(self, task: Task, sandbox_id: str) -> Run:
+        """Runs operations in a sandbox that was prepared for a native task. Raises what the backend does, and
+        ServiceFailed for a check."""
+        run = partial(self._backend.run, sandbox_id)
+        return self._machines.services.checked(task, sandbox_id, run) if task.services else run
 
     async def _fill(self, task: Task, sandbox: Sandbox, run: Run) -> bool:
         key = key_of(task, sandbox)

@@ -137,11 +137,12 @@ class Trial:
             return
         show("its image")
         began = time.monotonic()
-        image = await self._machines.image(task.machine.image)
+        images = await self._machines.images(task)
         notes.checked.image_s = round(time.monotonic() - began, 2)
-        notes.checked.local_bases = list(image.local_bases)
-        if why := unmeasured(settings(await self._machines.inspect(image.id))["volumes"]):
-            notes.find(Unfit.UNSUPPORTED, why)
+        notes.checked.local_bases = sorted({name for image in images for name in image.local_bases})
+        for image in images:
+            if why := unmeasured(settings(await self._machines.inspect(image.id))["volumes"]):
+                notes.find(Unfit.UNSUPPORTED, why)
         _weigh_time(notes, "the build of its image", notes.checked.image_s, task.machine.image.timeout_s)
 
     async def _weigh_nothing(self, play: _Play, notes: _Notes) -> None:
@@ -189,7 +190,7 @@ class Trial:
                 given = Answer(play.sandbox_id, play.image_id, labels)
                 return await self._judge.judge(play.task, given, first=first)
             await self._backend.kill_agent(play.sandbox_id)
-            run = partial(self._backend.run, play.sandbox_id)
+            run = self._preparation.run_in(play.task, play.sandbox_id)
             return await judge(play.task, answer, run, partial(self._fresh, play), first=first)
         except VerifierBrokenByAnswer as broken:
             if play.solved:
@@ -224,7 +225,7 @@ class Trial:
     @asynccontextmanager
     async def _fresh(self, play: _Play) -> AsyncIterator[Run]:
         async with self._playing(play.task, play.labels["attempt"], f"{KIND}-proof") as proof:
-            yield partial(self._backend.run, proof.sandbox_id)
+            yield self._preparation.run_in(play.task, proof.sandbox_id)
 
 
 @dataclass

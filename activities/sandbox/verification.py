@@ -29,6 +29,15 @@ Look = Callable[[Operation, Result], Awaitable[dict[str, str]]]
 Undetermined where it is not the agent's."""
 
 
+class ServiceFailed(Exception):
+    """After the agent a service of the task is not what a check could ask: it does not pass its health check, or its
+    state can't be read. Its container is there. Internal: to a verdict it is what a broken verifier is."""
+
+    def __init__(self, words: str, evidence: dict[str, str]) -> None:
+        super().__init__(words)
+        self.evidence = evidence
+
+
 @dataclass(frozen=True)
 class Verdict:
     passed: bool
@@ -49,10 +58,13 @@ def setup_operation(task: Task) -> Operation:
     return Operation(op_id="setup", command=task.setup, timeout_s=SETUP_S, root=True)
 
 
+CHECK = "check-"
+
+
 def check_operation(task: Task, answer: str, number: int) -> Operation:
     """The check as root: trusted PATH, ANSWER in its environment. `number` tells the second run from the first."""
     return Operation(
-        op_id=f"check-{number}",
+        op_id=f"{CHECK}{number}",
         command=task.check,
         timeout_s=CHECK_S,
         root=True,
@@ -60,6 +72,10 @@ def check_operation(task: Task, answer: str, number: int) -> Operation:
         # A test that is cut out of the output would count as left out.
         cap_bytes=1 << 20 if task.expected_tests else 1 << 16,
     )
+
+
+def is_check(op: Operation) -> bool:
+    return op.op_id.startswith(CHECK)
 
 
 async def set_up(task: Task, run: Run) -> None:
@@ -124,7 +140,11 @@ async def judge(
         await set_up(task, fresh)
         for turn, command in enumerate(task.oracle):
             await fresh(Operation(op_id=f"oracle-{turn}", command=command, timeout_s=ORACLE_S))
-        proof = await fresh(check_operation(task, task.oracle_answer, 1))
+        try:
+            proof = await fresh(check_operation(task, task.oracle_answer, 1))
+        except ServiceFailed as failed:
+            words, evidence = f"{task.id}: {broken.words}; on a known-good answer: {failed}", broken.evidence
+            raise VerifierError(words, retryable=False, evidence=evidence | failed.evidence) from failed
     words = f"{task.id}: {broken.words}"
     evidence = broken.evidence | {"check on a known-good answer": describe(proof)}
     if proof.exit_code == 0:
@@ -145,7 +165,10 @@ async def _checked(task: Task, answer: str, run: Run, look: Look, changed: str, 
     broken: list[tuple[Operation, Result]] = []
     for number in (first, first + 1):
         op = check_operation(task, answer, number)
-        result = await run(op)
+        try:
+            result = await run(op)
+        except ServiceFailed as failed:
+            return _Broken(str(failed), failed.evidence)
         if result.exit_code in (0, 1):
             absent = missing(task, result)
             if result.exit_code == 1 or absent:

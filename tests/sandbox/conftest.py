@@ -22,7 +22,10 @@ _attempts = itertools.count()
 _closing: set[asyncio.Task[None]] = set()
 
 
-MACHINES = {"test_drills", "test_grading", "test_machine_attempts", "test_task_images", "test_tasks_check"}
+MACHINES = {
+    *("test_drills", "test_grading", "test_machine_attempts", "test_machine_services", "test_task_images"),
+    "test_tasks_check",
+}
 """Files whose tests need a Debian, which takes minutes to make: `make machines` runs them."""
 
 

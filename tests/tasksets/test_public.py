@@ -187,7 +187,7 @@ def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
         ("    entrypoint: /start.sh\n", "entrypoint"),
         ("    deploy: {resources: {reservations: {devices: [{capabilities: [gpu]}]}}}\n", "devices"),
         ("    extra_hosts: [a:1.2.3.4]\n", "extra_hosts"),
-        ("  db:\n    image: postgres\n", "several services: client, db"),
+        ("  db:\n    image: postgres\n    volumes: ['./data:/data']\n", "service db: volume ./data:/data"),
         ("    user: ${SOMEBODY}\n", "variable SOMEBODY"),
         ("    mem_limit: lots\n", "no size"),
         ("    healthcheck: {test: 'true', interval: soon}\n", "no duration"),

@@ -34,7 +34,7 @@ def draw_transcript(rng: random.Random, fault_rate: float) -> list[dict[str, str
 
 
 def transcript(task: Task, rng: random.Random, fault_rate: float) -> list[dict[str, str]]:
-    """One conversation about `task`, which must be of the taskset `shell`."""
+    """One conversation about `task`, which must say what the commands of its oracle show."""
     return _Writer(task, rng, fault_rate).write()
 
 

@@ -59,7 +59,7 @@ def bootstrap_tiny(out: Path, seed: int = 0, progress: Progress = lambda line: N
         making = Path(folder) / "policy"
         tokenizer = build_tokenizer()
         tokenizer.save_pretrained(making)
-        with torch.random.fork_rng(devices=[]), _one_thread():
+        with torch.random.fork_rng(devices=[]), one_thread():
             torch.manual_seed(seed)
             model = build_model(tokenizer)
             loss = warm_start(model, tokenizer, seed, progress)
@@ -84,7 +84,7 @@ def bootstrap_tiny(out: Path, seed: int = 0, progress: Progress = lambda line: N
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Sums in one order, whatever the machine's cores: the weights depend on the seed alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

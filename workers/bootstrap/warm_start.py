@@ -10,13 +10,13 @@ Three phases, each a mix of transcripts:
 - mistakes: transcripts in which mistakes are common, all tokens alike. It moves the decisions and little else.
 
 Matrices are trained by Muon (Jordan et al. 2024), which needs a third of AdamW's steps here; the rest by AdamW.
-Called by `workers.bootstrap.tiny`.
+Called by `workers.bootstrap.tiny`, and by `workers.bootstrap.tiny_tasks` with phases of its own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +57,25 @@ class Example:
     weights: list[float]
 
 
-def warm_start(model: Any, tokenizer: Any, seed: int, progress: Callable[[str], None]) -> float:
-    """Train `model` in place; returns the last batch's loss, in nats per token."""
+Draw = Callable[[random.Random, float], list[dict[str, str]]]
+"""One conversation, as messages, from a generator and the chance of a mistake per turn."""
+
+
+def warm_start(
+    model: Any,
+    tokenizer: Any,
+    seed: int,
+    progress: Callable[[str], None],
+    *,
+    phases: Sequence[Phase] | None = None,
+    draw: Draw = draw_transcript,
+) -> float:
+    """Train `model` in place, by default as PHASES say; returns the last batch's loss, in nats per token."""
     rng = random.Random(f"warm start/{seed}")
     optimizers = _optimizers(model)
     loss = torch.zeros(())
-    for phase in PHASES:
-        batches = _batches(phase, tokenizer, rng)
+    for phase in PHASES if phases is None else phases:
+        batches = _batches(phase, tokenizer, rng, draw)
         for step in range(phase.steps):
             rate = phase.rates[0] + (phase.rates[1] - phase.rates[0]) * step / phase.steps
             loss = _loss(model, next(batches))
@@ -108,15 +120,12 @@ def _optimizers(model: Any) -> list[tuple[torch.optim.Optimizer, float]]:
     ]
 
 
-def _batches(phase: Phase, tokenizer: Any, rng: random.Random) -> Iterator[list[Example]]:
+def _batches(phase: Phase, tokenizer: Any, rng: random.Random, draw: Draw) -> Iterator[list[Example]]:
     while True:
         if phase.name == "copy":
             yield [_twice(len(tokenizer), rng) for _ in range(BATCH)]
             continue
-        drawn = [
-            encode(tokenizer, draw_transcript(rng, phase.fault_rate), phase.decision_weight)
-            for _ in range(BATCH * BUCKETS)
-        ]
+        drawn = [encode(tokenizer, draw(rng, phase.fault_rate), phase.decision_weight) for _ in range(BATCH * BUCKETS)]
         drawn.sort(key=lambda example: len(example.ids))
         batches = [drawn[start : start + BATCH] for start in range(0, len(drawn), BATCH)]
         rng.shuffle(batches)

@@ -3,8 +3,9 @@
 Owns the order of things. The machine is stopped from outside. What changed in it is weighed, and tampering ends it
 there. Then the verifier runs in a fresh machine that no agent saw: of the state that was left, without what is not
 carried over, or of the pristine image with the declared artifacts. Tests, runner and tools are mounted read-only, the
-environment is the image's and the task's, there is no network, and what the verifier writes lies on the host. When it
-is over, all processes are killed before anything is read. Called by `judge_machine`.
+environment is the image's and the task's, there is no network but the task's services, as the agent left
+them, and what the verifier writes lies on the host. When it is over, all processes are killed before anything is read.
+Called by `judge_machine`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from activities.sandbox.machines.reward import FULL, Found, find_reward
 from activities.sandbox.machines.room import Room, mount_points, opened
 from activities.sandbox.machines.state import FOLDER, State, TooMuch, fingerprint, relocated
 from activities.sandbox.text import readable
-from activities.sandbox.verification import Look, describe
+from activities.sandbox.verification import Look, ServiceFailed, describe
 from tasksets.base import Artifact, Machine, Task
 from tasksets.reading import TESTS
 from workflows.errors import SandboxError, VerifierError
@@ -50,6 +51,8 @@ class Answer:
     sandbox_id: str
     image_id: str
     labels: dict[str, str]
+    runtime: str = ""
+    """Of the machines that grade it, as of its own."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,10 @@ class Examiner:
         weighed = await self._weigh(state, machine, facts)
         if weighed.tampered:
             return _tampered(weighed.tampered)
+        try:
+            await self._machines.services.look(task, answer.sandbox_id)
+        except ServiceFailed as failed:
+            return Graded(Found(None, str(failed)), evidence=failed.evidence)
         try:
             async with self._room(task, answer, state, number) as room:
                 return await self._ask(task, state, room, weighed, facts, look_at(room.sandbox))
@@ -157,12 +164,13 @@ class Examiner:
         kit = await self._kits.kit(grading)
         if grading.artifacts is not None:
             image = (await self._machines.image(grading.image)).id if grading.image else answer.image_id
-            spec = await self._machines.machine_spec(machine, image)
+            spec = replace(await self._machines.grading_spec(task, answer.sandbox_id, image), runtime=answer.runtime)
             async with opened(self._backend, grading, spec, labels, kit) as room:
                 yield room
             return
         try:
-            spec = await self._machines.machine_spec(machine, await state.keep())
+            kept = await state.keep()
+            spec = replace(await self._machines.grading_spec(task, answer.sandbox_id, kept), runtime=answer.runtime)
             async with opened(self._backend, grading, spec, labels, kit) as room:
                 yield room
         finally:

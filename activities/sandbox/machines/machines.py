@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -23,11 +23,10 @@ from activities.sandbox.machines.facts import ImageFacts, KnownImages, facts_of,
 from activities.sandbox.machines.images import TaskImage, TaskImages
 from activities.sandbox.machines.kit import script_of
 from activities.sandbox.machines.storage import Storage
-from tasksets.base import Healthcheck, ImageSource, Machine, Task
+from activities.sandbox.services import PERSON, Services, healthy
+from tasksets.base import ImageSource, Machine, Service, Task
 from workflows.errors import SandboxError
 
-PERSON = "ratchet.person"
-"""Label of a sandbox's folder: the agent, as JSON."""
 STORAGE = "ratchet.storage-mb"
 MODULE = re.compile(r"\s-\w*m\s*(pytest|py\.test)\b")
 """How a script runs pytest from the working folder, into which Python looks first."""
@@ -44,6 +43,7 @@ class Machines:
     def __init__(self, backend: DockerBackend) -> None:
         self._backend = backend
         self._images = TaskImages(backend.daemon, backend.state, local_bases=backend.local_bases)
+        self.services = Services(backend)
         self._cpus = 0
         self._known = KnownImages(backend.state / "image-facts-2")
 
@@ -53,25 +53,42 @@ class Machines:
 
     async def spec(self, task: Task) -> SandboxSpec:
         """What to start for a task, native or not. Raises SandboxError."""
+        binds = self.services.binds(task)
         if task.machine is None:
-            return SandboxSpec(image=task.image)
-        image = await self.image(task.machine.image)
-        if why := unmeasured(settings(await self.inspect(image.id))["volumes"]):
-            raise SandboxError(f"{task.id}: {why}", retryable=False)
-        return await self.machine_spec(task.machine, image.id)
+            return SandboxSpec(image=task.image, binds=binds)
+        images = await self.images(task)
+        for image in images:
+            if why := unmeasured(settings(await self.inspect(image.id))["volumes"]):
+                raise SandboxError(f"{task.id}: {why}", retryable=False)
+        return replace(await self.machine_spec(task.machine, images[0].id), binds=binds)
+
+    async def images(self, task: Task) -> list[TaskImage]:
+        """Of a task with a machine and of its services, each made where it isn't there. Raises SandboxError."""
+        assert task.machine is not None
+        sources = [task.machine.image, *(service.image.source for service in task.services if service.image)]
+        return [await self.image(source) for source in sources]
+
+    async def grading_spec(self, task: Task, sandbox_id: str, image: str) -> SandboxSpec:
+        """What the machine that grades the answer in a sandbox is made from: it has the services that stand beside
+        that one, as they are by now."""
+        assert task.machine is not None
+        spec = await self.machine_spec(task.machine, image)
+        services = self._backend.boxes.services(sandbox_id)
+        if not services:
+            return spec
+        beside = self._backend.boxes.container(next(iter(services.values())))
+        return replace(spec, beside=beside, binds=self.services.binds(task))
 
     async def machine_spec(self, machine: Machine, image: str) -> SandboxSpec:
         """The daemon refuses more CPUs than it has."""
+        return await self._limited(image, machine.memory_mb, machine.cpus)
+
+    async def _limited(self, image: str, memory_mb: int, cpus: float) -> SandboxSpec:
         if not self._cpus:
             info = await self._backend.daemon.call("info", lambda client: client.system.info())
             self._cpus = int(info["NCPU"])
-        return SandboxSpec(
-            image=image,
-            memory_mb=machine.memory_mb,
-            cpus=min(machine.cpus, self._cpus),
-            processes=PROCESSES,
-            machine=True,
-        )
+        cpus = min(cpus, self._cpus)
+        return SandboxSpec(image=image, memory_mb=memory_mb, cpus=cpus, processes=PROCESSES, machine=True)
 
     async def prepare(self, task: Task, sandbox: Sandbox) -> None:
         """Make a machine ready for the agent. Raises SandboxError, final for what would fail again."""
@@ -84,9 +101,31 @@ class Machines:
         facts = await self.facts(sandbox)
         agent = facts.person(machine.user, machine.env, machine.workdir)
         await self._do(sandbox.id, _trusted("setup", folders_script(machine, agent)), f"the setup of {task.id}")
+        await self.services.open(task, sandbox, self._service_spec, self._furnish)
         await self.start(sandbox.id, machine, facts)
         noted = {PERSON: json.dumps(asdict(agent)), STORAGE: str(machine.storage_mb)}
         self._backend.boxes.add_labels(sandbox.id, noted)
+
+    async def _service_spec(self, service: Service) -> SandboxSpec:
+        assert service.image is not None
+        image = await self.image(service.image.source)
+        return await self._limited(image.id, service.memory_mb, service.cpus)
+
+    async def _furnish(self, service: Service, sandbox: Sandbox) -> Operation:
+        image = service.image
+        assert image is not None
+        facts = await self.facts(sandbox)
+        person = _in_any_shell(facts.person(image.user, service.env, image.workdir))
+        words = [*(facts.entrypoint if image.entrypoint is None else image.entrypoint), *(image.command or [])]
+        if image.command is None and image.entrypoint is None:
+            words += (await self.inspect(sandbox.image_id))["Config"].get("Cmd") or []
+        if not words:
+            raise SandboxError("neither its image nor the compose file says what it runs", retryable=False)
+        await self._do(sandbox.id, _trusted("setup", f"chmod 700 {CLOSED}"), "its setup")
+        noted = {PERSON: json.dumps(asdict(person)), STORAGE: str(image.storage_mb)}
+        self._backend.boxes.add_labels(sandbox.id, noted)
+        command = f"{shlex.join(words)} > /dev/null 2>&1 < /dev/null &"
+        return Operation(op_id="start", command=command, timeout_s=PREPARE_S, person=person)
 
     async def facts(self, sandbox: Sandbox) -> ImageFacts:
         """Of the image of a sandbox in which no agent began yet, or of one that is known."""
@@ -130,9 +169,13 @@ class Machines:
         return Person(**json.loads(noted)) if noted else None
 
     def storage(self, sandbox_id: str) -> Storage:
-        """What of the host's disk the agent's machine may take."""
+        """What of the host's disk the agent's machine may take, and each service beside it."""
+        services = self._backend.boxes.services(sandbox_id)
+        return self._storage(sandbox_id, {name: self._storage(one, {}) for name, one in services.items()})
+
+    def _storage(self, sandbox_id: str, services: dict[str, Storage]) -> Storage:
         most_mb = int(self._backend.boxes.labels(sandbox_id).get(STORAGE, "0"))
-        return Storage(self._backend, sandbox_id, most_mb, [self._backend.boxes.box(sandbox_id)])
+        return Storage(self._backend, sandbox_id, most_mb, [self._backend.boxes.box(sandbox_id)], services)
 
     async def _do(self, sandbox_id: str, op: Operation, what: str) -> None:
         result = await self._backend.run(sandbox_id, op)
@@ -185,20 +228,6 @@ def folders_script(machine: Machine, agent: Person) -> str:
     # Results of commands lie below it: no agent that isn't root shall reach them.
     lines.append(f"chmod 700 {CLOSED}")
     return "\n".join(["set -e", *lines, f"[ -d {shlex.quote(agent.cwd)} ] || mkdir -p {shlex.quote(agent.cwd)}"])
-
-
-def healthy(check: Healthcheck, person: Person) -> Operation:
-    """Waits until the check succeeds, as often as it may fail. Its own shell is the image's."""
-    tries = (
-        f"for try in $(seq {check.retries + 1}); do ( {check.command}\n) && exit 0; sleep {check.interval_s:g}; done"
-    )
-    timeout_s = check.start_s + (check.retries + 1) * (check.interval_s + check.timeout_s)
-    return Operation(
-        op_id="healthy",
-        command=f"sleep {check.start_s:g}; {tries}; exit 1",
-        timeout_s=timeout_s,
-        person=person,
-    )
 
 
 def _in_any_shell(person: Person) -> Person:

@@ -57,6 +57,7 @@ async def opened(
         with named_disk():
             await asyncio.to_thread(_lay_out, folder, grading, report)
         binds = [
+            *spec.binds,
             Bind(str(report.runner), RUNNER),
             Bind(str(report.folder), INSIDE, read_only=False),
             Bind(str(folder / "logs"), grading.logs, read_only=False),

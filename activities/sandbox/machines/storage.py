@@ -23,17 +23,28 @@ SHARE = 0.1
 
 
 class Storage:
-    """Of one machine; `folders` are those of the host that it can write to. `most_mb` 0: a native sandbox, which has
-    no place on the disk."""
+    """Of one machine; `folders` are those of the host that it can write to, `services` the storage of those beside it.
+    `most_mb` 0: a native sandbox, which has no place on the disk."""
 
-    def __init__(self, backend: DockerBackend, sandbox_id: str, most_mb: int, folders: list[Path]) -> None:
+    def __init__(
+        self,
+        backend: DockerBackend,
+        sandbox_id: str,
+        most_mb: int,
+        folders: list[Path],
+        services: dict[str, Storage] | None = None,
+    ) -> None:
         self._backend = backend
         self._sandbox_id = sandbox_id
         self._most_mb = most_mb
         self._folders = folders
+        self._services = services or {}
 
     async def full(self) -> str:
         """Why it can't be used any more, in words; empty while it can. Raises SandboxError."""
+        for name, storage in self._services.items():
+            if full := await storage.full():
+                return f"the service {name}: {full}"
         if not self._most_mb:
             return ""
         container = self._backend.boxes.container(self._sandbox_id)
@@ -62,7 +73,8 @@ class Storage:
             began = time.monotonic()
             with suppress(SandboxError):
                 if await self.full():
-                    await self._backend.kill_agent(self._sandbox_id)
+                    for sandbox_id in (self._sandbox_id, *(one._sandbox_id for one in self._services.values())):
+                        await self._backend.kill_agent(sandbox_id)
             pause_s = max(LOOK_S, (time.monotonic() - began) / SHARE)
 
     def _in_folders(self) -> int:

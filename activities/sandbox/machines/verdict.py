@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from activities.sandbox.channel import Operation
 from activities.sandbox.containers import Sandbox
@@ -60,10 +61,11 @@ class MachineJudge:
         sandbox_id = self._backend.id_of(labels["attempt"], labels["kind"], 9)
         try:
             await self._backend.close(sandbox_id)
-            sandbox = await self._backend.acquire(await self._machines.spec(task), labels)
+            spec = replace(await self._machines.spec(task), runtime=answer.runtime)
+            sandbox = await self._backend.acquire(spec, labels)
             await self._machines.prepare(task, sandbox)
             await self.run_oracle(task, sandbox_id)
-            yield Answer(sandbox_id, sandbox.image_id, answer.labels)
+            yield Answer(sandbox_id, sandbox.image_id, answer.labels, answer.runtime)
         except SandboxGone as gone:
             words = f"the machine of the proof for {task.id}: {gone}"
             raise VerifierError(words, retryable=not gone.by_agent, evidence=gone.evidence) from gone
