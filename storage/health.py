@@ -10,10 +10,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import case, func
+from sqlalchemy import ColumnElement, case, func, true
 from sqlmodel import Session, col, select
 
 from storage.tables import Batch, BatchMember, EngineLoad, Episode, Publication, Turn
@@ -30,8 +30,10 @@ BOUNDARIES: dict[str, str] = {
 UNKNOWN = "unknown"
 CUT = "…"
 """How the start of a longer action ends in a turn's row."""
-_HOST = re.compile(r"(?:of host|lives on) (\w[\w.-]*)|no answer from (\S+):")
-"""How failures of a sandbox's host name it."""
+_HOST = re.compile(r"(?:of host|lives on) (\w[\w.-]*)|\bhost (\w[\w.-]*): |no answer from (\S+):")
+"""How failures of a sandbox's host name it where its attempt never learnt of one."""
+DEAD_LOSSES = 2
+"""So many in a row, and nothing since that ended well, and the host counts as dead."""
 
 
 class Loss(NamedTuple):
@@ -82,8 +84,10 @@ def _place(row: Episode, boundary: str, turns: list[Turn], engines: set[str]) ->
         ]
         # An episode stays with its engine: the one that answered last was asked next.
         return named[0] if named else turns[-1].engine if turns else ""
+    if row.host and boundary in ("sandbox", "verifier"):
+        return row.host
     found = _HOST.search(row.why)
-    return (found[1] or found[2]) if found else ""
+    return next(name for name in found.groups() if name) if found else ""
 
 
 def _loss(boundary: str, place: str, lost: list[Episode], turns: dict[str, list[Turn]]) -> Loss:
@@ -91,6 +95,49 @@ def _loss(boundary: str, place: str, lost: list[Episode], turns: dict[str, list[
     (why, _), *_ = Counter(row.why for row in lost).most_common(1)
     example = max((whole or lost), key=lambda row: row.id).id
     return Loss(boundary, place, len(lost), len(whole), why, example)
+
+
+class HostHealth(NamedTuple):
+    """The attempts of a run whose last sandbox lived on one host, without surplus."""
+
+    host: str
+    attempts: int
+    lost: int
+    """Those whose sandbox was lost."""
+    well_at: float | None
+    """When the last one ended valid there."""
+    lost_since: list[str]
+    """Those that were lost after that, the last one last."""
+    why: str
+    """Of the last one that was lost."""
+
+    @property
+    def dead(self) -> bool:
+        return len(self.lost_since) >= DEAD_LOSSES
+
+
+def hosts(opened: Session, *, run: str) -> list[HostHealth]:
+    """The sandbox hosts of a run, in the order of their names; none in rows that are older than the column."""
+    # SQLAlchemy's own select: SQLModel types at most four columns.
+    statement = (
+        sqlalchemy.select(Episode.host, Episode.id, Episode.outcome, Episode.stop_reason, Episode.ended_at, Episode.why)  # type: ignore[call-overload]
+        .where(Episode.run == run, Episode.host != "", Episode.outcome != Outcome.SURPLUS)
+        .order_by(col(Episode.host), col(Episode.ended_at), col(Episode.id))
+    )
+    rows = opened.connection().execute(statement)
+    return [_host(name, list(group)) for name, group in groupby(rows, key=lambda row: str(row[0]))]
+
+
+def _host(name: str, rows: list[Any]) -> HostHealth:
+    since: list[str] = []
+    lost, well_at, why = 0, None, ""
+    for _, attempt, outcome, reason, ended_at, said in rows:
+        if outcome in VALID:
+            well_at, since = ended_at, []
+        elif reason == StopReason.SANDBOX_LOST:
+            lost, why = lost + 1, said
+            since.append(attempt)
+    return HostHealth(name, len(rows), lost, well_at, since, why)
 
 
 class TaskLoss(NamedTuple):
@@ -129,21 +176,25 @@ def flakes(opened: Session, *, run: str) -> list[Flake]:
     """
     seen: dict[tuple[str, bytes], tuple[str, float]] = {}
     found: dict[str, Flake] = {}
-    for attempt, task, reward, doings in _doings(opened, run):
-        first, its_reward = seen.setdefault((task, doings), (attempt, reward))
+    for attempt, task, reward, digest in doings(opened, run=run):
+        first, its_reward = seen.setdefault((task, digest), (attempt, reward))
         if abs(its_reward - reward) > 1e-9:
             found.setdefault(task, Flake(task, first, its_reward, attempt, reward))
     return [found[task] for task in sorted(found)]
 
 
-def _doings(opened: Session, run: str) -> Iterator[tuple[str, str, float, bytes]]:
-    """(attempt, task, reward, digest of what it did and saw) of every valid attempt that can be compared."""
+def doings(
+    opened: Session, *, run: str, which: ColumnElement[bool] | None = None
+) -> Iterator[tuple[str, str, float, bytes]]:
+    """(attempt, task, reward, digest of what it did and saw) of every valid attempt that can be compared. `which`: of
+    rows of Episode that it holds for alone."""
     did = (Turn.action, Turn.exit_code, Turn.timed_out, Turn.output_digest)
     # SQLAlchemy's own select: SQLModel types at most four columns.
     statement = (
         sqlalchemy.select(Episode.id, Episode.task, Episode.reward, Episode.stop_reason, *did)  # type: ignore[call-overload]
         .join(Turn, col(Turn.episode) == Episode.id)
         .where(Episode.run == run, col(Episode.outcome).in_(VALID), col(Episode.reward).is_not(None))
+        .where(which if which is not None else true())
         .order_by(col(Episode.id), col(Turn.turn))
     )
     rows = opened.connection().execute(statement)

@@ -27,6 +27,7 @@ from storage.tables import (
     Quarantine,
     Replay,
     Run,
+    ServedEvaluation,
     Task,
     Turn,
 )
@@ -36,6 +37,7 @@ from workflows.contracts import (
     EpisodeKind,
     EpisodeRecord,
     EvaluationResult,
+    EvaluationState,
     FailureType,
     GroupResult,
     RunState,
@@ -97,13 +99,19 @@ def put_group(opened: Session, *, run: str, result: GroupResult) -> None:
             replaced=result.replaced,
             short=result.short,
             replay=result.replay,
+            draw=result.draw,
             started_at=result.started_at,
             closed_at=result.closed_at,
         ),
     )
 
 
-def put_task(opened: Session, *, ref: TaskRef, kind: str, instruction: str) -> None:
+def put_task(
+    opened: Session, *, ref: TaskRef, kind: str, instruction: str, oracle_commands: int | None = None
+) -> None:
+    """`oracle_commands`: None leaves what is known of them."""
+    if oracle_commands is None:
+        oracle_commands = opened.exec(select(Task.oracle_commands).where(Task.id == task_key(ref))).first()
     upsert(
         opened,
         Task(
@@ -113,6 +121,7 @@ def put_task(opened: Session, *, ref: TaskRef, kind: str, instruction: str) -> N
             split=ref.split,
             kind=kind,
             instruction=instruction,
+            oracle_commands=oracle_commands,
         ),
     )
 
@@ -145,6 +154,11 @@ class Grouped(Protocol):
     def members(self) -> list[str]: ...
 
 
+def hold_batches(opened: Session, *, run: str) -> None:
+    """Until this transaction ends no other cuts a batch of the run, or marks what may be in one."""
+    one_at_a_time(opened, f"batches of {run}")
+
+
 def reserve_batch(
     opened: Session,
     *,
@@ -159,7 +173,7 @@ def reserve_batch(
 
     Raises AlreadyReserved for an episode that another batch has, StorageError (final) for one without a valid row.
     """
-    one_at_a_time(opened, f"batches of {run}")
+    hold_batches(opened, run=run)
     if opened.get(Batch, batch_id) is not None:
         return len(members_of(opened, batch_id=batch_id))
     wanted = [(attempt, group.group_id) for group in groups for attempt in group.members]
@@ -210,15 +224,22 @@ def members_of(opened: Session, *, batch_id: str) -> list[BatchMember]:
 
 
 def lease_engines(opened: Session, *, run: str) -> str:
-    """Lease the engines to `run`. The run that holds them where another does; empty when the lease is ours."""
+    """Lease the engines to `run`, which may be the workflow of an evaluation. Who holds them where another does; empty
+    when the lease is ours."""
     one_at_a_time(opened, ENGINES)
     lease = opened.get(EngineLease, ENGINES)
     if lease is not None and lease.run != run:
-        holder = opened.get(Run, lease.run)
+        holder, evaluation = opened.get(Run, lease.run), _evaluation_of(opened, lease.run)
         if holder is not None and holder.state not in OVER:
+            return lease.run
+        if evaluation is not None and evaluation.state == EvaluationState.RUNNING:
             return lease.run
     upsert(opened, EngineLease(name=ENGINES, run=run, since=time.time()))
     return ""
+
+
+def _evaluation_of(opened: Session, workflow: str) -> ServedEvaluation | None:
+    return opened.exec(select(ServedEvaluation).where(ServedEvaluation.workflow == workflow)).first()
 
 
 def release_engines(opened: Session, *, run: str) -> None:
@@ -233,8 +254,9 @@ def judged_by(namespace: str) -> ColumnElement[bool]:
 
 
 def is_foreign(opened: Session, *, run: str, namespace: str) -> bool:
-    """Whether the run was started in another namespace; one without a row was not."""
-    row = opened.get(Run, run)
+    """Whether the run, or the evaluation with this workflow, was started in another namespace; one without a row was
+    not."""
+    row = opened.get(Run, run) or _evaluation_of(opened, run)
     return row is not None and row.temporal_namespace not in ("", namespace)
 
 

@@ -29,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+REGISTERED = ("lineage", "quarantine", "report", "episode", "export", "evaluation", "replay", "tasks", "hosts", "codec")
+"""Commands with modules of their own, workers/<name>_cli.py."""
+
 Port = Annotated[int | None, typer.Option(min=1, max=65535, show_default=False)]
 
 
@@ -42,6 +45,9 @@ def up(
     ui_port: Port = None,
     s3_port: Port = None,
     engine_port: Port = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65000, help="Of the workers' metrics; 0: none.", show_default=False)
+    ] = None,
 ) -> None:
     """Start the stack on this machine and wait until it is healthy. Remembers its options for the next time."""
     from workers.settings import UpOptions
@@ -57,6 +63,7 @@ def up(
         "ui_port": ui_port,
         "s3_port": s3_port,
         "engine_port": engine_port,
+        "metrics_port": metrics_port,
     }
     options = UpOptions.model_validate({name: value for name, value in given.items() if value is not None})
     home = _home()
@@ -79,17 +86,25 @@ def down() -> None:
 
 @app.command()
 def status(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """How each part stands. Exit code 1 if one is not well."""
+    """How each part stands, and each sandbox host. Exit code 1 if one is not well."""
     from workers.stack.control import read_status
 
-    found = read_status(_home())
+    found, settings = read_status(_home()), _settings()
     if as_json:
         typer.echo(found.model_dump_json(indent=2) if found else '{"parts": []}')
     elif found is None:
         typer.echo("down")
     else:
         _print_parts(found.parts)
-    if found is None or not found.good:
+    well = found is not None and found.good
+    if found is not None and settings.sandbox_host_names and not as_json:
+        from workers.hosts_cli import ask, leave
+
+        answers = ask(settings, settings.sandbox_host_names)
+        for name, answer in answers.items():
+            typer.echo(f"sandbox host {name}: {answer if isinstance(answer, str) else answer.words}")
+        leave(0 if well and not any(isinstance(answer, str) for answer in answers.values()) else 1)
+    if not well:
         raise typer.Exit(1)
 
 
@@ -135,12 +150,23 @@ def bootstrap(
     policy: Annotated[str, typer.Argument(help="tiny, smollm2 or smollm2-shell.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the supervised start of tiny and smollm2-shell.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to make; default: models/ in the state folder.")] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="tiny learns from the oracles of this folder's tasks as well: tiny-FOLDER.")
+    ] = None,
 ) -> None:
     """Make a starting policy; a finished one is kept as it is."""
     if policy not in ("tiny", "smollm2", "smollm2-shell"):
         raise typer.BadParameter(f"{policy!r}: there are tiny, smollm2 and smollm2-shell", param_hint="policy")
-    folder = out or _settings().home_path / "models" / policy
+    if tasks is not None and policy != "tiny":
+        raise typer.BadParameter(f"only tiny learns from tasks, not {policy}", param_hint="--tasks")
+    name = f"tiny-{tasks.resolve().name}" if tasks is not None else policy
+    folder = out or _settings().home_path / "models" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
+    if tasks is not None:
+        from workers.bootstrap.tiny_tasks import bootstrap_tiny_tasks
+
+        typer.echo(str(bootstrap_tiny_tasks(str(tasks), folder, seed, _say)))
+        return
     name = policy.replace("-", "_")
     make = getattr(importlib.import_module(f"workers.bootstrap.{name}"), f"bootstrap_{name}")
     make(*((folder, _say) if policy == "smollm2" else (folder, seed, _say)))
@@ -190,7 +216,7 @@ def main() -> None:
     own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     if not own.intersection(sys.argv[1:2]):
         # The commands of lineage bring the database along; nobody else waits for that.
-        for name in ("lineage", "report", "episode", "export", "replay", "tasks"):
+        for name in REGISTERED:
             importlib.import_module(f"workers.{name}_cli").register(app)
     app()
 

@@ -49,9 +49,10 @@ def lineage(
 
 
 @contextmanager
-def opened_lineage(*, failing_with: int = 1) -> Iterator[tuple[Session, Settings]]:
-    """An open session on the stack's database. A failure is said in a sentence and ends the command with that code."""
-    from storage.database import session
+def opened_lineage(*, failing_with: int = 1, to_write: bool = False) -> Iterator[tuple[Session, Settings]]:
+    """An open session on the stack's database, to read unless `to_write`. A failure is said in a sentence and ends the
+    command with that code."""
+    from storage.database import open_database, session
     from storage.reading import open_to_read
     from workers.settings import Settings
     from workflows.errors import RatchetError
@@ -61,7 +62,7 @@ def opened_lineage(*, failing_with: int = 1) -> Iterator[tuple[Session, Settings
     if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).is_file():
         typer.echo(f"no run has been recorded in {settings.home_path} yet; `ratchet up` starts a stack there", err=True)
         raise typer.Exit(failing_with)
-    engine = open_to_read(url)
+    engine = open_database(url) if to_write else open_to_read(url)
     try:
         with session(engine) as opened:
             yield opened, settings
@@ -108,7 +109,7 @@ def _show_version(opened: Session, run: str, version: int) -> None:
 
 
 def _show_episode(opened: Session, episode_id: str) -> None:
-    from storage import archive, queries
+    from storage import archive, quarantine, queries
 
     episode, batch, versions = queries.episode_fate(opened, episode=episode_id)
     others = queries.attempts_of(opened, episode=episode.episode_id)
@@ -125,6 +126,8 @@ def _show_episode(opened: Session, episode_id: str) -> None:
         "seed": str(episode.seed),
     }
     rows |= {f"evidence: {name}": str(value) for name, value in episode.evidence.items()}
+    if (mark := quarantine.mark_on(opened, attempt=episode)) is not None:
+        rows["in quarantine"] = one_line(f"its {mark.kind}: {mark.why} ({mark.by})")
     for name, value in rows.items():
         facts.add_row(name, value)
     member = queries.member_of(opened, attempt=episode.id)

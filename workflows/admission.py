@@ -1,6 +1,9 @@
 """Admission: starts groups while the pool has room, holds back when they keep failing, finds the silent ones, passes
 over the tasks in quarantine and has their rows written.
 
+The next tasks come from the run's order, or, where rows decide them, from its draws: as many at once as a wave has, so
+that in sync mode they follow from what the groups before the wave made of theirs.
+
 Part of TrainingRun, on its state. Groups are abandoned children: they outlive a continue-as-new of the run and report
 by signal to its workflow id.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from temporalio import workflow
@@ -20,6 +24,8 @@ from workflows.attributes import started
 from workflows.contracts import (
     ClosedGroupsInput,
     ClosedGroupsOutput,
+    DrawTasksInput,
+    DrawTasksOutput,
     FailureType,
     GroupInput,
     GroupResult,
@@ -31,11 +37,23 @@ from workflows.contracts import (
     TaskRef,
     derive_seed,
 )
+from workflows.quarantine import MOST as MOST_QUARANTINED
 from workflows.run_state import Carry
 
 PROBE_EVERY = timedelta(seconds=20)
 LARGEST_PAGE = 256
 """Tasks that are picked at once where whole pages of them are in quarantine."""
+MOST_DRAWN = 200
+"""Draws at once: with tasks from other tasksets among them they fit a message."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The next place in the run's order of tasks. `draw`: its number where rows decide the order."""
+
+    task: TaskRef
+    draw: int | None = None
+    passed_over: bool = False
 
 
 class Admission:
@@ -43,7 +61,7 @@ class Admission:
 
     def __init__(self, run: str, carry: Carry) -> None:
         self._run, self._carry = run, carry
-        self._tasks: list[TaskRef] = []
+        self._places: list[Place] = []
         self._closed_down = False
         self._starting = False
         self._probe_due = True
@@ -56,6 +74,10 @@ class Admission:
         await workflow.wait_condition(lambda: not self._starting or self.task.done())
         self.task.cancel()
 
+    def tasks_changed(self) -> None:
+        """An operator added tasks or retired some: what is at hand is asked for again."""
+        self._places.clear()
+
     async def _loop(self) -> None:
         carry, unwritten = self._carry, self._carry.quarantine.unwritten
         while True:
@@ -63,36 +85,84 @@ class Admission:
             if unwritten:
                 await self._write_quarantined(unwritten[0])
                 unwritten.pop(0)
-            elif task := await self._next_task():
+            elif place := await self._next_place():
                 self._starting = True
                 number = carry.pool.admit(carry.rules)
-                await self._start_group(number, task)
+                await self._start_group(number, place)
                 self._starting = False
                 if number in carry.pool.surplus:
                     # A batch was cut meanwhile, and there was nobody yet to be told.
                     await end_surplus(self._run, [number])
 
-    async def _next_task(self) -> TaskRef | None:
-        """The next task of the run's order that is not in quarantine; None where there is no room for it any more.
+    async def _next_place(self) -> Place | None:
+        """The next place of the run's order whose task is not in quarantine; None where there is no room for it any
+        more.
 
         Raises ApplicationError when all are in quarantine: the run ends."""
         carry, page = self._carry, self._carry.config.rollout.groups_per_batch
         while self._room() > 0:
-            if why := carry.quarantine.exhausted(carry.opened.train_tasks):
+            if why := carry.quarantine.exhausted(self._train_tasks):
                 raise ApplicationError(why, type=FailureType.NO_TASKS, non_retryable=True)
-            if not self._tasks:
-                self._tasks = await pick_tasks(carry, Split.TRAIN, carry.task_cursor, page)
+            if not self._places:
+                self._places = await self._more(page)
                 page = min(2 * page, LARGEST_PAGE)
                 continue
             carry.task_cursor += 1
-            task = self._tasks.pop(0)
-            if task.task_id in carry.quarantine.tasks:
+            place = self._places.pop(0)
+            if place.passed_over or carry.quarantine.holds(place.task.task_id):
                 continue
             if carry.pool.degraded:
                 self._probe_due = False
                 self._probe = asyncio.create_task(self._probe_later())
-            return task
+            return place
         return None
+
+    @property
+    def _train_tasks(self) -> int:
+        """As far as the state knows: of draws the rows say when there are none left, the state only when it is full."""
+        carry = self._carry
+        return max(carry.opened.train_tasks, MOST_QUARANTINED) if carry.draws_tasks else carry.opened.train_tasks
+
+    async def _more(self, page: int) -> list[Place]:
+        """The next places; none where an operator changed the tasks meanwhile. Raises ApplicationError where no task is
+        left to draw."""
+        carry, changes = self._carry, self._carry.task_changes
+        before = changes.model_copy()
+        if carry.draws_tasks:
+            places = await self._draw(page)
+        else:
+            places = [Place(task) for task in await pick_tasks(carry, Split.TRAIN, carry.task_cursor, page)]
+        return places if before == changes else []
+
+    async def _draw(self, page: int) -> list[Place]:
+        carry = self._carry
+        wanted = max(1, carry.pool.wanted(carry.rules)) if carry.rules.waves else page
+        count = min(wanted, MOST_DRAWN)
+        out = await policies.call(
+            "draw_tasks",
+            DrawTasksInput(
+                run=self._run,
+                config=carry.config_json(),
+                cursor=carry.task_cursor,
+                count=count,
+                policy_version=carry.policy_version,
+                held=list(carry.quarantine.shown),
+            ),
+            DrawTasksOutput,
+            policies.CHECK,
+            summary=f"{count} draws from {carry.task_cursor}",
+        )
+        carry.tasks_by_difficulty = out.tasks
+        if not out.draws:
+            raise ApplicationError(out.why, type=FailureType.NO_TASKS, non_retryable=True)
+        return [
+            Place(
+                TaskRef(taskset=draw.taskset or out.taskset, split=Split.TRAIN, task_id=draw.task_id),
+                draw=draw.number,
+                passed_over=draw.passed_over,
+            )
+            for draw in out.draws
+        ]
 
     async def _write_quarantined(self, task_id: str) -> None:
         carry = self._carry
@@ -122,8 +192,8 @@ class Admission:
         await workflow.sleep(PROBE_EVERY)
         self._probe_due = True
 
-    async def _start_group(self, number: int, task: TaskRef) -> None:
-        config = self._carry.config
+    async def _start_group(self, number: int, place: Place) -> None:
+        config, task = self._carry.config, place.task
         group = GroupInput(
             run=self._run,
             number=number,
@@ -131,12 +201,13 @@ class Admission:
             task=task,
             group_size=config.rollout.group_size,
             max_replacements=config.rollout.max_replacements,
-            limits=config.limits(),
+            limits=self._carry.limits,
             seed=derive_seed(config.seed, "group", number),
             report_to=self._run,
             short_group=config.rollout.short_group,
             redundancy=config.rollout.group_redundancy,
             tells_left=True,
+            draw=place.draw,
         )
         handle = await workflow.start_child_workflow(
             "Group",

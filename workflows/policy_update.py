@@ -156,6 +156,10 @@ async def update(run: str, carry: Carry, say: Say) -> bool:
         summary=f"batch of step {step}: {len(batch)} groups",
     )
     carry.wait = reserved.wait
+    carry.pool.left_out(reserved.dropped)
+    if reserved.void:
+        _note_void(carry, reserved.void)
+        return False
     if carry.config.weight_channel is WeightChannel.COLOCATED:
         await rest(run, carry, say)
     say(f"updating: step {step} on {reserved.episodes} episodes")
@@ -213,8 +217,10 @@ async def evaluate(run: str, carry: Carry, say: Say) -> None:
         tasks=await pick_tasks(carry, Split.HELD_OUT, 0, evaluation.tasks),
         samples_per_task=evaluation.samples_per_task,
         concurrency=carry.config.max_concurrent_episodes,
-        limits=carry.config.limits(),
+        limits=carry.limits,
         seed=carry.config.seed,
+        engines=carry.opened.engines,
+        manifest=carry.manifest,
     )
     try:
         result = await workflow.execute_child_workflow(
@@ -233,6 +239,11 @@ async def evaluate(run: str, carry: Carry, say: Say) -> None:
             raise
         # An operator ended the evaluation alone: the run goes on without it.
         say(f"the evaluation of version {carry.policy_version} was ended by hand")
+        carry.evaluated_version = carry.policy_version
+        return
+    if result.refused:
+        # The report says so, and how to make another; a run does not end for it.
+        say(f"the evaluation of version {carry.policy_version} was refused: {result.refused}")
         carry.evaluated_version = carry.policy_version
         return
     carry.evaluation_last = result.mean_reward

@@ -9,14 +9,26 @@ from typing import Any
 from pydantic import BaseModel
 
 from workflows.config import RunConfig
-from workflows.contracts import BatchWait, GroupResult, OpenRunOutput, RunState, RunStatus
+from workflows.contracts import (
+    BatchWait,
+    GroupResult,
+    OpenRunOutput,
+    QuarantineOrder,
+    Queue,
+    RolloutLimits,
+    RunState,
+    RunStatus,
+)
 from workflows.quarantine import Quarantine
 from workflows.ready_pool import PoolRules, ReadyPool
+from workflows.task_changes import TaskChanges
 
 MAX_EMPTY_BATCHES = 3
 """Batches in a row without an eligible group, or that taught nothing, after which the run ends."""
 Say = Callable[[str], None]
 """Tells whoever asks what the run is doing."""
+QUARANTINED = "quarantined"
+"""Reason of groups whose rewards an operator marked as wrong."""
 SHOWN = 5
 """Quarantined tasks that the UI names."""
 
@@ -32,6 +44,10 @@ class Carry(BaseModel):
     checkpoint: str = ""
     manifest: str = ""
     task_cursor: int = 0
+    """Position in the order of tasks, or the number of the next draw."""
+    tasks_by_difficulty: dict[str, int] = {}
+    """At the last draw."""
+    task_changes: TaskChanges = TaskChanges()
     paused: bool = False
     outcomes: dict[str, int] = {}
     reward: float | None = None
@@ -57,9 +73,20 @@ class Carry(BaseModel):
     row_state: RunState = RunState.RUNNING
     """The state that the run's row has."""
 
+    @property
+    def draws_tasks(self) -> bool:
+        """Whether the next task follows from rows: not from the seed and the taskset alone."""
+        return self.config.sampling.by == "difficulty" or self.task_changes.any
+
     def config_json(self) -> dict[str, Any]:
         """The configuration as messages carry it."""
         return self.config.model_dump(mode="json")
+
+    @property
+    def limits(self) -> RolloutLimits:
+        """What one episode may use, and where it asks for its sandbox."""
+        sandboxes = Queue.SANDBOXES if self.opened.sandbox_hosts else ""
+        return self.config.limits().model_copy(update={"sandboxes": sandboxes})
 
     @property
     def rules(self) -> PoolRules:
@@ -110,6 +137,8 @@ class Carry(BaseModel):
         surplus = result.number in self.pool.surplus
         if not self.pool.close(result):
             return False
+        if result.task_id in self.quarantine.marked:
+            self.pool.drop(QUARANTINED, [result.number])
         self.pool.turn_away(self.rules)
         self.pool.mark(self.rules, now)
         self.outcomes = dict(Counter(self.outcomes) + Counter(result.outcomes))
@@ -118,6 +147,12 @@ class Carry(BaseModel):
         self.short_groups += result.short
         self.quarantine.note(result, after=self.config.rollout.quarantine_after)
         return True
+
+    def heed(self, order: QuarantineOrder, now: float) -> None:
+        """Take an operator's word in: what may train no more leaves the pool. A batch that is cut stays as it is."""
+        self.quarantine.heed(order)
+        self.pool.drop(QUARANTINED, order.groups)
+        self.pool.mark(self.rules, now)
 
     def drop_stale(self, now: float) -> None:
         self.pool.drop_stale(self.rules, self.policy_version)
@@ -162,7 +197,11 @@ class Carry(BaseModel):
             groups_in_flight=len(self.pool.in_flight),
             groups_ready=len(self.pool.ready),
             groups_dropped=self.pool.dropped,
-            quarantined=self.quarantine.tasks,
+            quarantined=self.quarantine.shown,
+            tasks_by_difficulty=self.tasks_by_difficulty,
+            tasks_added=self.task_changes.added,
+            tasks_retired=self.task_changes.retired,
+            task_changes=self.task_changes.latest,
             short_groups=self.short_groups,
             short_share=self.short_share,
             evaluation_first=self.evaluation_first,
@@ -215,9 +254,21 @@ def progress_markdown(status: RunStatus) -> str:
         ),
         ("short groups", f"{status.short_groups} closed, {number(status.short_share, '.0%')} of the last batch"),
         ("quarantine", quarantined_words(status.quarantined)),
+        *_task_rows(status),
         ("outcomes", ", ".join(f"{name} {count}" for name, count in sorted(status.outcomes.items())) or "none yet"),
     ]
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _task_rows(status: RunStatus) -> list[tuple[str, str]]:
+    """What follows from draws and from an operator's changes; none of it in a run that knows neither."""
+    pools = ", ".join(f"{count} {name}" for name, count in status.tasks_by_difficulty.items())
+    changed = f"{status.tasks_added} added, {status.tasks_retired} retired"
+    latest = "; ".join(status.task_changes[-SHOWN:])
+    return [
+        *([("tasks", pools)] if pools else []),
+        *([("tasks changed", f"{changed}: {latest}")] if latest else []),
+    ]
 
 
 def wait_words(wait: BatchWait | None) -> str:

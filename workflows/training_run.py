@@ -21,11 +21,14 @@ with workflow.unsafe.imports_passed_through():
     from workflows.attributes import POLICY_VERSION, REWARD, RUN
     from workflows.config import RunConfig, parse_run_config
     from workflows.contracts import (
+        ChangeTasksInput,
+        ChangeTasksOutput,
         CloseRunInput,
         FailureType,
         GroupResult,
         OpenRunInput,
         OpenRunOutput,
+        QuarantineOrder,
         Queue,
         RunProgress,
         RunState,
@@ -33,9 +36,12 @@ with workflow.unsafe.imports_passed_through():
         SiblingsLeft,
         SweepInput,
         SweepOutput,
+        TaskChange,
+        sandbox_queue,
     )
     from workflows.failures import failure_type, sentence
     from workflows.run_state import Carry, progress_markdown, starting_status
+    from workflows.task_changes import change_tasks, parse_request, run_is_over
 
 WATCHDOG_S = 60.0
 """Without a report for so long (doubling up to ten times), the run asks whether its groups still live."""
@@ -50,6 +56,7 @@ class TrainingRun:
         self._admission: Admission | None = None
         self._early_reports: list[GroupResult] = []
         self._early_pause: bool | None = None
+        self._early_orders: list[QuarantineOrder] = []
         self._reports = 0
         self._ended: RunState | None = None
         self._doing = "checking the configuration"
@@ -80,6 +87,57 @@ class TrainingRun:
     @workflow.signal
     def resume(self) -> None:
         self._set_paused(False)
+
+    @workflow.signal
+    def quarantine(self, order: QuarantineOrder) -> None:
+        """Rewards were wrong: tasks are admitted no more, or again, and closed groups leave the pool."""
+        if self._carry is None:
+            self._early_orders.append(order)
+            return
+        self._carry.heed(order, workflow.now().timestamp())
+        self._reports += 1
+        self._show()
+
+    @workflow.update
+    async def add_tasks(self, request: Any = None) -> ChangeTasksOutput:
+        """Tasks of the run's taskset, or of another, that it takes from now on as well."""
+        return await self._change_tasks(TaskChange.ADDED, request)
+
+    @add_tasks.validator
+    def _may_be_added(self, request: Any = None) -> None:
+        parse_request(request)
+
+    @workflow.update
+    async def retire_tasks(self, request: Any = None) -> ChangeTasksOutput:
+        """Tasks that the run takes no more; their groups in flight end as ever."""
+        return await self._change_tasks(TaskChange.RETIRED, request)
+
+    @retire_tasks.validator
+    def _may_be_retired(self, request: Any = None) -> None:
+        parse_request(request)
+
+    async def _change_tasks(self, change: TaskChange, request: Any) -> ChangeTasksOutput:
+        await workflow.wait_condition(lambda: self._carry is not None or self._ended is not None)
+        carry = self._carry
+        if carry is None or self._ended is not None or not carry.wants_groups:
+            raise run_is_over()
+        number = carry.task_changes.requests
+        carry.task_changes.requests += 1
+        message = ChangeTasksInput(
+            run=self._run,
+            config=carry.config_json(),
+            number=number,
+            change=change,
+            request=parse_request(request),
+            policy_version=carry.policy_version,
+            at=workflow.now().timestamp(),
+        )
+        out = await change_tasks(message)
+        carry.task_changes.note(change, out.changed)
+        if self._admission is not None:
+            self._admission.tasks_changed()
+        self._show()
+        return out
 
     @workflow.query
     def status(self) -> RunStatus:
@@ -154,6 +212,9 @@ class TrainingRun:
         for result in self._early_reports:
             self.group_done(result)
         self._early_reports.clear()
+        for order in self._early_orders:
+            self.quarantine(order)
+        self._early_orders.clear()
         self._show()
 
     @property
@@ -234,15 +295,10 @@ class TrainingRun:
         self._say("ending what is in flight")
         if self._carry is not None:
             await self._end_groups(self._carry)
-            with suppress(ActivityError):
-                await policies.call(
-                    "sweep",
-                    SweepInput(run=self._run),
-                    SweepOutput,
-                    policies.CLEAN_UP,
-                    summary="remove what the run left behind",
-                    queue=Queue.EPISODES,
-                )
+            hosts = self._carry.opened.sandbox_hosts
+            await asyncio.gather(*(self._sweep(queue) for queue in map(sandbox_queue, hosts)))
+            if not hosts:
+                await self._sweep(None)
         with suppress(ActivityError):
             await policies.call(
                 "close_run",
@@ -259,6 +315,15 @@ class TrainingRun:
             )
         self._ended = state
         self._say(state)
+
+    async def _sweep(self, host: str | None) -> None:
+        """What the run left behind the queue of a sandbox host; None: where the episodes' worker is."""
+        policy = policies.CLEAN_UP.pinned() if host else policies.CLEAN_UP
+        summary = "remove what the run left behind" + (f" on {host}" if host else "")
+        with suppress(ActivityError):
+            await policies.call(
+                "sweep", SweepInput(run=self._run), SweepOutput, policy, summary=summary, queue=host or Queue.EPISODES
+            )
 
     async def _end_groups(self, carry: Carry) -> None:
         if self._admission is not None:

@@ -10,26 +10,28 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 from sqlalchemy import Engine
 from sqlmodel import Session
 from temporalio import activity
 
+from activities.lineage.tasks import TaskActivities, put_task
 from activities.publication.manifest import read_manifest
-from storage import archive, finish_order, queries
-from storage.database import session
-from storage.groups import batch_reward, trainable
+from storage import archive, evaluations, finish_order, queries
+from storage.groups import batch_reward, reserved, sound, trainable
 from storage.objects import MissingObject, ObjectStore
-from storage.tables import Run
+from storage.quarantine import REASON as QUARANTINED
+from storage.tables import VOID, Batch, Run
 from storage.waiting import wait_of
 from tasksets import Taskset, pick
 from workflows.config import RunConfig, model_folder
 from workflows.contracts import (
+    EXTERNAL_HARNESS,
     CloseRunInput,
     EngineInfo,
     EpisodeRecord,
     EvaluationRecord,
+    EvaluationState,
     GroupResult,
     LeaseEnginesInput,
     LeaseEnginesOutput,
@@ -38,6 +40,7 @@ from workflows.contracts import (
     PickTasksInput,
     PickTasksOutput,
     QuarantineInput,
+    RecordedEvaluation,
     RecordedGroup,
     ReserveBatchInput,
     ReserveBatchOutput,
@@ -47,14 +50,14 @@ from workflows.contracts import (
 )
 from workflows.errors import InvalidConfig
 
-Result = TypeVar("Result")
 GONE = "its workflow ended without closing the run, as a terminated one does"
 
 
-class LineageActivities:
+class LineageActivities(TaskActivities):
     """`models_dir` holds the bootstrapped policies by name; `engines` are those of all hosts; `lives` says whether a
     run's workflow still runs, without which a run that an operator terminated keeps the engines; `namespace` names the
-    one that `lives` asks and runs are started in: rows of another namespace are left to that one."""
+    one that `lives` asks and runs are started in: rows of another namespace are left to that one; `sandbox_hosts` are
+    those that the sandboxes of its runs live on, where they have hosts of their own."""
 
     def __init__(
         self,
@@ -66,26 +69,19 @@ class LineageActivities:
         open_taskset: Callable[[str], Taskset],
         lives: Callable[[str], Awaitable[bool]] | None = None,
         namespace: Callable[[], Awaitable[str]] | None = None,
+        sandbox_hosts: list[str] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._database = database
+        self._sandbox_hosts = sandbox_hosts or []
+        super().__init__(database, open_taskset, now)
         self._store = store
         self._engines = engines
         self._models_dir = models_dir
-        self._open_taskset = open_taskset
         self._lives = lives
         self._ask_namespace = namespace
-        self._now = now
 
     async def _namespace(self) -> str:
         return await self._ask_namespace() if self._ask_namespace is not None else ""
-
-    async def _write(self, work: Callable[[Session], Result]) -> Result:
-        def transaction() -> Result:
-            with session(self._database) as opened:
-                return work(opened)
-
-        return await asyncio.to_thread(transaction)
 
     @activity.defn(name="open_run")
     async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
@@ -124,6 +120,11 @@ class LineageActivities:
         mistakes: list[str] = []
         model = self._model(config, mistakes)
         train, held_out = self._tasks(config, mistakes)
+        if config.rollout.harness == EXTERNAL_HARNESS and self._sandbox_hosts:
+            mistakes.append(
+                "rollout.harness: external needs sandboxes on the rollout worker's own machine, and"
+                f" RATCHET_SANDBOX_HOSTS names {', '.join(self._sandbox_hosts)}; take shell or tools"
+            )
         checkpoint = self._resume(opened, config, mistakes)
         if not self._engines:
             mistakes.append("engines: none is configured; start the stack with `ratchet up --engines 1`")
@@ -146,6 +147,7 @@ class LineageActivities:
                     execution=message.execution,
                     temporal_namespace=namespace,
                     resume_from=config.resume_from,
+                    train_tasks=train,
                     started_at=self._now(),
                 )
             )
@@ -155,6 +157,7 @@ class LineageActivities:
             held_out_tasks=held_out,
             engines=self._engines,
             resume_checkpoint=checkpoint,
+            sandbox_hosts=self._sandbox_hosts,
         )
 
     def _model(self, config: RunConfig, mistakes: list[str]) -> Path:
@@ -216,8 +219,7 @@ class LineageActivities:
             taskset = self._open_taskset(message.taskset)
             refs = pick(taskset, message.split, message.seed, message.cursor, message.count)
             for ref in refs:
-                task = taskset.load(ref.task_id)
-                queries.put_task(opened, ref=ref, kind=task.kind, instruction=task.instruction)
+                put_task(opened, taskset, ref)
             return PickTasksOutput(tasks=refs)
 
         return await self._write(work)
@@ -260,17 +262,38 @@ class LineageActivities:
         await self._write(work)
 
     @activity.defn(name="record_evaluation")
-    async def record_evaluation(self, message: EvaluationRecord) -> None:
-        await self._write(lambda opened: queries.put_evaluation(opened, run=message.run, result=message.result))
+    async def record_evaluation(self, message: EvaluationRecord) -> RecordedEvaluation | None:
+        """Write the result: a run's own is a point of its curve, and all have a row with their fingerprint. What the
+        episodes' rows add up to; None for a record that is older than fingerprints."""
+        result, measured = message.result, message.measured
+
+        def work(opened: Session) -> RecordedEvaluation | None:
+            if not result.refused and (measured is None or measured.in_run):
+                queries.put_evaluation(opened, run=message.run, result=result)
+            if measured is None:
+                return None
+            return evaluations.put_evaluation(opened, run=message.run, result=result, measured=measured)
+
+        return await self._write(work)
 
     @activity.defn(name="reserve_batch")
     async def reserve_batch(self, message: ReserveBatchInput) -> ReserveBatchOutput:
-        """Reserve every valid episode of the groups, each once ever."""
+        """Reserve every valid episode of the groups, each once ever, but for those in quarantine. A batch that they
+        were all of is void; one that was reserved before stays as it is."""
 
         def work(opened: Session) -> ReserveBatchOutput:
+            queries.hold_batches(opened, run=message.run)
             finish_order.settle(opened, run=message.run)
             queries.drop_groups(opened, run=message.run, dropped=message.dropped)
-            groups = [trainable(opened, group_id=f"{message.run}/g{group.number}") for group in message.groups]
+            new = opened.get(Batch, message.batch_id) is None
+            if new:
+                asked = [trainable(opened, group_id=f"{message.run}/g{group.number}") for group in message.groups]
+                groups = sound(opened, run=message.run, groups=asked)
+            else:
+                groups = reserved(opened, batch_id=message.batch_id)
+            kept = {group.group_id for group in groups}
+            out = [group.number for group in message.groups if f"{message.run}/g{group.number}" not in kept]
+            queries.drop_groups(opened, run=message.run, dropped={QUARANTINED: out})
             wait = wait_of(opened, groups=groups, opened_at=message.opened_at, complete_at=message.complete_at)
             episodes = queries.reserve_batch(
                 opened,
@@ -281,9 +304,21 @@ class LineageActivities:
                 groups=groups,
                 wait=wait,
             )
-            archive.use(opened, batch_id=message.batch_id, group_ids=[group.group_id for group in groups])
+            batch = opened.get_one(Batch, message.batch_id)
+            if new:
+                archive.use(opened, batch_id=message.batch_id, group_ids=sorted(kept))
+            if new and not groups:
+                batch.state, batch.reason = VOID, f"all its {len(message.groups)} groups are in quarantine"
+                opened.add(batch)
             reward = batch_reward(opened, batch_id=message.batch_id)
-            return ReserveBatchOutput(batch_id=message.batch_id, episodes=episodes, reward=reward, wait=wait)
+            return ReserveBatchOutput(
+                batch_id=message.batch_id,
+                episodes=episodes,
+                reward=reward,
+                wait=wait,
+                dropped={QUARANTINED: len(out)} if out else {},
+                void=batch.reason if batch.state == VOID else "",
+            )
 
         return await self._write(work)
 
@@ -307,8 +342,12 @@ class LineageActivities:
         await asyncio.to_thread(self._store.abort_uploads, f"runs/{message.run}/")
 
     async def close_gone(self, run: str) -> None:
-        """Close the row of a run whose workflow is gone; one that is closed stays as it is."""
+        """Close the row of a run, or of an evaluation, whose workflow is gone; one that is closed stays as it is."""
         await self._close(CloseRunInput(run=run, state=RunState.FAILED, reason=GONE))
+        failed = EvaluationState.FAILED
+        await self._write(
+            lambda opened: evaluations.close_evaluation(opened, workflow=run, state=failed, reason=GONE)
+        )
 
     async def _close(self, message: CloseRunInput) -> None:
         def work(opened: Session) -> None:

@@ -57,6 +57,8 @@ class EnvironmentLimits(Section):
     task_losses: Count
     flaky_tasks: Count
     quarantined_tasks: Count
+    quarantined_token_share: Share
+    dead_hosts: Count
 
 
 class PublicationLimits(Section):
@@ -71,6 +73,20 @@ class EvaluationLimits(Section):
     excluded_share: Share
 
 
+class CostLimits(Section):
+    gpus: float = Field(ge=0)
+    gpu_hour_price: float = Field(ge=0)
+
+
+class AuditLimits(Section):
+    samples: int = Field(ge=2)
+    verify_deviations: float = Field(ge=0)
+    verify_ratio: float = Field(ge=1)
+    verify_s: Seconds
+    few_commands_ratio: float = Field(ge=1)
+    few_commands: Count
+
+
 class Limits(Section):
     """All of them; limits.toml says what each means."""
 
@@ -80,6 +96,8 @@ class Limits(Section):
     environment: EnvironmentLimits
     publication: PublicationLimits
     evaluation: EvaluationLimits
+    audit: AuditLimits
+    cost: CostLimits
 
 
 @lru_cache(maxsize=1)

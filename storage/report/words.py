@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
-from storage.report.model import SurplusPart
+from storage.report.evaluation_parts import IntervalPart
+from storage.report.model import GpuHoursPart, SurplusPart
+from storage.report.rewards import AffectedPart
 
 NONE = "–"  # noqa: RUF001 (an en dash is what a person expects for "no figure")
 
 
 def reward(value: float | None) -> str:
     return NONE if value is None else f"{value:.3f}"
+
+
+def interval(part: IntervalPart | None, *, signed: bool = False) -> str:
+    """A mean with its 95 % interval: `0.803 [0.671, 0.894]`, and `+0.050 [-0.020, +0.120]` of a difference."""
+    if part is None:
+        return NONE
+    form = "+.3f" if signed else ".3f"
+    if part.low is None or part.high is None:
+        return f"{part.mean:{form}} (one task: no interval)"
+    return f"{part.mean:{form}} [{part.low:{form}}, {part.high:{form}}]"
+
+
+def pass_at(rates: Mapping[int, IntervalPart]) -> str:
+    """`pass@1 0.750, pass@4 0.934`"""
+    return ", ".join(f"pass@{k} {rate.mean:.3f}" for k, rate in rates.items()) or NONE
 
 
 def seconds(value: float | None) -> str:
@@ -105,5 +123,41 @@ def surplus(part: SurplusPart) -> str:
     )
 
 
+def gpu_hours(part: GpuHoursPart) -> str:
+    """Example: `0.31 (act 0.20, queue 0.11) of 8 GPUs, cost 0.78`."""
+    if part.waiting_on_env is None:
+        return NONE
+    causes = ", ".join(f"{name} {value:.3g}" for name, value in sorted(part.by_cause.items(), key=_largest) if value)
+    cost = "" if part.cost is None else f", cost {part.cost:,.2f}"
+    return f"{part.waiting_on_env:.3g}" + (f" ({causes})" if causes else "") + f" of {part.gpus:g} GPUs{cost}"
+
+
+def _largest(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
 def thousands(value: int) -> str:
     return f"{value:,}".replace(",", "\u202f")
+
+
+def affected(part: AffectedPart) -> str:
+    """Example: `64 of 960 episodes (6.7%), trained 64 times: 8 of 15 batches, 6.7% of the trained tokens`."""
+    text = f"{part.episodes} of {part.of_episodes} episodes"
+    text += f" ({share(part.episode_share)})" if part.episodes else ""
+    if part.trained:
+        text += f", trained {part.trained} times: {part.touched_batches} of {part.of_batches} batches"
+        text += f", {share(part.token_share)} of the trained tokens"
+    else:
+        text += ", none trained"
+    return text + (f"; {part.waiting} that no batch had taken train no more" if part.waiting else "")
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Example: `3 to 15`, `1, 3 to 4`, `none yet`."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return ", ".join(versions(low, high) for low, high in found) or "none yet"

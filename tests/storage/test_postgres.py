@@ -18,16 +18,19 @@ import pytest
 from sqlalchemy import Engine
 from sqlmodel import select
 
-from storage import queries
+from storage import evaluations, queries, series
+from storage.audit import audit
 from storage.database import open_database, session
 from storage.export import export_run
 from storage.migrations import migrate
+from storage.quarantine import find_task, put_mark, undo_mark
 from storage.reading import open_to_read
 from storage.report import build_report
-from storage.tables import BatchMember, Episode, Run, Turn
-from tests.storage import rows, troubles
+from storage.report.limits import default_limits
+from storage.tables import BatchMember, Episode, Run, ServedEvaluation, Turn
+from tests.storage import rows, troubles, wrong_rewards
 from tests.storage.made_run import MadeRun
-from workflows.contracts import BatchWait
+from workflows.contracts import BatchWait, EvaluationState
 from workflows.errors import StorageError
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +127,53 @@ def test_what_reads_sees_one_moment_names_what_was_lost_and_exports_all(
     assert "tasks that flake 1" in lost.why[0] and "tasks in quarantine 1" in lost.why[1]
     assert ["sandbox", "local", "6"] in [row[:3] for detail in lost.details for row in detail.rows]
     assert counts["episode"] == 15 * 64 + 3 * 8 + 2 * 3 + 2 and counts["turn"] == 2 * counts["episode"]
+
+
+def test_marks_on_rewards_are_kept_out_and_told_and_audits_find_the_same(postgres: Engine) -> None:
+    run = "marked"
+    with session(postgres) as opened:
+        MadeRun(opened, run=run, steps=2).write()
+    with session(postgres) as opened:
+        target = find_task(opened, task="shell/edit-1", run=run)
+        for new in (True, False):
+            assert put_mark(opened, run=run, target=target, why="an exploit", by="me")[1] is new
+    with session(postgres) as opened:
+        rewards = build_report(opened, run).rewards
+        assert (rewards.affected.episodes, rewards.affected.token_share) == (32, 0.25)
+        assert [batch.step for batch in rewards.affected.batches] == [1, 2] and rewards.findings == []
+        assert {item.kind: item.valid for item in series.episodes_by_kind(opened, run=run)}["edit"] == 0
+        undo_mark(opened, run=run, target=target, why="it was none", by="me")
+    with session(postgres) as opened:
+        assert build_report(opened, run).rewards.affected.episodes == 0
+        if opened.get(Run, troubles.RUN) is None:
+            rows.put_run(opened, troubles.RUN)
+        for plant in wrong_rewards.PLANTS:
+            nested = opened.begin_nested()
+            planted = plant(opened)
+            found = audit(opened, run=troubles.RUN, thresholds=default_limits().audit)
+            assert planted.suspicion in {item.suspicion for item in found}
+            nested.rollback()
+
+
+def test_evaluations_are_kept_compared_found_stale_and_have_the_engines(postgres: Engine) -> None:
+    with session(postgres) as opened:
+        made = MadeRun(opened, run="evaluated", steps=2)
+        made.write()
+        made.measure("evaluated/bf16", 2, 0.25, dtype="bfloat16")
+    with session(postgres) as opened:
+        first = evaluations.resolve(opened, name="evaluated/eval-v2")
+        second = evaluations.resolve(opened, name="evaluated")
+        assert second.id == "evaluated/bf16" and evaluations.compare(first, second).interval.tasks == 48
+        now = evaluations.serving(opened, run="evaluated")
+        assert [change.field for change in evaluations.stale(first, now, second)] == ["dtype"]
+        row = first.model_dump() | {"id": "evaluated/night", "workflow": "night", "state": "running", "ended_at": None}
+        opened.add(ServedEvaluation.model_validate(row))
+        opened.flush()
+        assert queries.lease_engines(opened, run="night") == ""
+        assert queries.lease_engines(opened, run="evaluated") == "night"
+        evaluations.close_evaluation(opened, workflow="night", state=EvaluationState.FAILED, reason="gone")
+        assert queries.lease_engines(opened, run="evaluated") == ""
+        queries.release_engines(opened, run="evaluated")
 
 
 def test_of_threads_that_want_the_same_groups_one_gets_them_and_the_others_are_told(postgres: Engine) -> None:

@@ -23,20 +23,32 @@ from workflows.contracts import (
     ActOutput,
     ApplyInput,
     ApplyOutput,
+    ChangeTasksInput,
+    ChangeTasksOutput,
     ClosedGroupsInput,
     ClosedGroupsOutput,
+    CloseEvaluationInput,
     CloseRunInput,
+    Draw,
+    DrawTasksInput,
+    DrawTasksOutput,
     EngineInfo,
     EpisodeRecord,
+    EvaluationInput,
     EvaluationRecord,
     FailureType,
+    FingerprintInput,
+    FingerprintOutput,
     FinishReason,
     GenerateInput,
     GenerateOutput,
     GroupResult,
+    HostInput,
+    HostStatus,
     JanitorInput,
     LeaseEnginesInput,
     LeaseEnginesOutput,
+    OpenEvaluationInput,
     OpenRunInput,
     OpenRunOutput,
     PickTasksInput,
@@ -44,17 +56,23 @@ from workflows.contracts import (
     PublishInput,
     PublishOutput,
     QuarantineInput,
+    RecordedEvaluation,
     RecordedGroup,
     ReleaseInput,
     ReserveBatchInput,
     ReserveBatchOutput,
     RestInput,
+    RolloutLimits,
+    RunAgentInput,
+    RunAgentOutput,
     RunProgress,
     SandboxLease,
     ScoreInput,
     ScoreOutput,
     ServeInput,
     ServeOutput,
+    Split,
+    StopReason,
     SweepInput,
     SweepOutput,
     Swept,
@@ -62,6 +80,7 @@ from workflows.contracts import (
     Timing,
     TrainerInput,
     TrainerOutput,
+    TurnRecord,
     UpdateInput,
     UpdateOutput,
     VerifyInput,
@@ -99,14 +118,36 @@ class World:
         self.archived: Callable[[GroupResult], str] | None = None
         """The archived success that joins a group; None: as an activity did that answered nothing."""
         self.engines = ["h-e0"]
+        self.sandbox_hosts: list[str] = []
+        self.sandbox_queue = ""
+        """Where calls on sandboxes go; empty: the episode's own queue."""
+        self.barred: Callable[[ReserveBatchInput], str] = lambda m: ""
+        """Why a reservation leaves nothing to train; empty: it leaves something."""
         self.grading_s = 0.0
         self.verify_limits: list[timedelta | None] = []
         self.applying: Callable[[ApplyInput], Awaitable[None]] | None = None
         """Awaited by each load before it answers."""
         self.train_tasks: int | None = None
         """Tasks after which the order begins again; None: it never does."""
+        self.serving: Callable[[FingerprintInput], FingerprintOutput] = lambda m: FingerprintOutput(
+            fields={"dtype": "float32", "weights": f"w{m.version}"},
+            engines={engine.name: f"p{m.version}" for engine in m.engines},
+        )
+        """What the engines say that they serve."""
+        self.held_by = ""
+        """Who has the engines."""
         self.answer: Callable[[UpdateInput], UpdateOutput] = lambda m: UpdateOutput(
             step=m.step, checkpoint=f"c{m.step}", metrics={"loss": 0.1}
+        )
+
+        self.program: Callable[[RunAgentInput], RunAgentOutput] = lambda m: RunAgentOutput(
+            stop_reason=StopReason.FINISHED,
+            why="the agent program ended with exit 0",
+            answer="42",
+            turns=[TurnRecord(turn=0, segment=f"{m.attempt_id}/t0", sampled_tokens=5, action="ls", exit_code=0)],
+            sampled_tokens=5,
+            sequence_tokens=9,
+            command_s=0.5,
         )
 
     def _note(self, name: str, message: Any) -> None:
@@ -122,17 +163,28 @@ class World:
     async def open_run(self, message: OpenRunInput) -> OpenRunOutput:
         self._note("open_run", message)
         engines = [EngineInfo(name=name, host="h", url="http://x") for name in self.engines]
-        return OpenRunOutput(model="/m", train_tasks=self.train_tasks or 9, held_out_tasks=9, engines=engines)
+        return OpenRunOutput(
+            model="/m",
+            train_tasks=self.train_tasks or 9,
+            held_out_tasks=9,
+            engines=engines,
+            sandbox_hosts=self.sandbox_hosts,
+        )
 
     @activity.defn
     async def lease_engines(self, message: LeaseEnginesInput) -> LeaseEnginesOutput:
         self._note("lease_engines", message)
-        return LeaseEnginesOutput()
+        return LeaseEnginesOutput(held_by=self.held_by)
 
     @activity.defn
     async def start_trainer(self, message: TrainerInput) -> TrainerOutput:
         self._note("start_trainer", message)
         return TrainerOutput(checkpoint="c0", parameters=1, world_size=1)
+
+    @activity.defn
+    async def run_agent(self, message: RunAgentInput) -> RunAgentOutput:
+        self._note("run_agent", message)
+        return self.program(message)
 
     @activity.defn
     async def serve(self, message: ServeInput) -> ServeOutput:
@@ -167,8 +219,23 @@ class World:
         )
 
     @activity.defn
+    async def draw_tasks(self, message: DrawTasksInput) -> DrawTasksOutput:
+        self._note("draw_tasks", message)
+        numbers = range(message.cursor, message.cursor + message.count)
+        draws = [Draw(number, f"count-{number:04d}", "", "unseen", False) for number in numbers]
+        return DrawTasksOutput(draws=draws, taskset="shell", tasks={"unseen": len(draws)})
+
+    @activity.defn
+    async def change_tasks(self, message: ChangeTasksInput) -> ChangeTasksOutput:
+        self._note("change_tasks", message)
+        return ChangeTasksOutput(changed=message.request.tasks, tasks=9)
+
+    @activity.defn
     async def reserve_batch(self, message: ReserveBatchInput) -> ReserveBatchOutput:
         self._note("reserve_batch", message)
+        if why := self.barred(message):
+            dropped = {"quarantined": len(message.groups)}
+            return ReserveBatchOutput(batch_id=message.batch_id, episodes=0, dropped=dropped, void=why)
         numbers = {group.number for group in message.groups}
         closed = [result for result in self.calls["record_group"] if result.number in numbers]
         rewards = [
@@ -205,8 +272,47 @@ class World:
         self._note("record_episode", message)
 
     @activity.defn
-    async def record_evaluation(self, message: EvaluationRecord) -> None:
+    async def record_evaluation(self, message: EvaluationRecord) -> RecordedEvaluation | None:
         self._note("record_evaluation", message)
+        return RecordedEvaluation(mean_reward=0.5, low=0.2, high=0.8) if message.measured else None
+
+    @activity.defn
+    async def open_evaluation(self, message: OpenEvaluationInput) -> EvaluationInput:
+        self._note("open_evaluation", message)
+        limits = RolloutLimits(
+            temperature=1.0,
+            max_turns=2,
+            max_tokens_per_turn=8,
+            max_tokens=32,
+            context_length=64,
+            step_timeout_s=5,
+            time_budget_s=9,
+            max_output_chars=200,
+            malformed_reminders=0,
+        )
+        return EvaluationInput(
+            run="past",
+            version=7,
+            model="/m",
+            tasks=[TaskRef(taskset="shell", split=Split.HELD_OUT, task_id=f"count-{n}") for n in range(2)],
+            samples_per_task=2,
+            concurrency=4,
+            limits=limits,
+            seed=0,
+            name=message.workflow_id,
+            engines=[EngineInfo(name=name, host="h", url="http://x") for name in self.engines],
+            manifest="m7",
+            dtype="bfloat16",
+        )
+
+    @activity.defn
+    async def close_evaluation(self, message: CloseEvaluationInput) -> None:
+        self._note("close_evaluation", message)
+
+    @activity.defn
+    async def fingerprint(self, message: FingerprintInput) -> FingerprintOutput:
+        self._note("fingerprint", message)
+        return self.serving(message)
 
     @activity.defn
     async def closed_groups(self, message: ClosedGroupsInput) -> ClosedGroupsOutput:
@@ -238,10 +344,20 @@ class World:
         return Swept(removed={"containers/terminated": 2})
 
     @activity.defn
+    async def host(self, message: HostInput) -> HostStatus:
+        self._note("host", message)
+        return HostStatus(host=message.host, slots=4, used=1, draining=bool(message.drain))
+
+    @activity.defn
     async def acquire(self, message: AcquireInput) -> AcquireOutput:
         self._note("acquire", message)
         lease = SandboxLease(
-            sandbox_id="s", container_id="c", image_id="sha256:i", host="h", attempt_id=message.attempt_id
+            sandbox_id="s",
+            container_id="c",
+            image_id="sha256:i",
+            host="h",
+            attempt_id=message.attempt_id,
+            queue=self.sandbox_queue,
         )
         return AcquireOutput(lease=lease, grading_s=self.grading_s)
 

@@ -26,6 +26,8 @@ class OpenRunOutput(Message):
     engines: list[EngineInfo]
     resume_checkpoint: str = ""
     """Manifest key of the training state to start from; empty for a fresh start."""
+    sandbox_hosts: list[str] = []
+    """Hosts that sandboxes live on; none: they live where the episodes' worker is."""
 
 
 class PickTasksInput(Message):
@@ -109,6 +111,10 @@ class ReserveBatchOutput(Message):
     reward: float = 0.0
     """Mean reward of its episodes."""
     wait: BatchWait | None = None
+    dropped: dict[str, int] = {}
+    """By reason, groups that were asked for and train no more."""
+    void: str = ""
+    """Why nothing was reserved: the batch is used up and makes no step."""
 
 
 class QuarantineInput(Message):
@@ -118,6 +124,17 @@ class QuarantineInput(Message):
     task: TaskRef
     why: str
     since: float
+
+
+class QuarantineOrder(Message):
+    """An operator's word on rewards that were wrong, to a run that goes on: the signal `quarantine`. May come twice."""
+
+    tasks: dict[str, str] = {}
+    """Tasks that are admitted no more, by id, and why in a few words."""
+    released: list[str] = []
+    """Tasks that may be admitted again."""
+    groups: list[int] = []
+    """Numbers of closed groups that train no more."""
 
 
 class CloseRunInput(Message):
@@ -159,6 +176,13 @@ class RunStatus(Message):
     groups_dropped: dict[str, int]
     quarantined: dict[str, str] = {}
     """Tasks that are not admitted any more, and why."""
+    tasks_by_difficulty: dict[str, int] = {}
+    """Tasks that may be drawn, as they stood at the last draw; empty where the run takes its tasks in order."""
+    tasks_added: int = 0
+    """By operators, while it ran; `tasks_retired` are those that they took out."""
+    tasks_retired: int = 0
+    task_changes: list[str] = []
+    """The latest of them, as `added fix-pip`, the newest last."""
     short_groups: int = 0
     """Groups that closed with fewer valid siblings than `group_size`."""
     short_share: float | None = None

@@ -25,6 +25,8 @@ def environment(opened: Session, report: Report, limits: Limits) -> QuestionPart
     )
     _outage(answer, opened, report, bounds)
     _tasks(answer, opened, report, bounds)
+    _hosts(answer, opened, report)
+    _rewards(answer, report)
     total, whole = sum(item.attempts for item in lost), sum(item.reproducible for item in lost)
     answer.text("can be replayed", f"{whole} of {total} lost attempts, by ratchet replay" if total else "none lost")
     again = health.replays(opened, run=report.run)
@@ -70,6 +72,32 @@ def _outage(answer: Answer, opened: Session, report: Report, bounds: Environment
     answer.at_most("worst outage", value, words.share, "outage_share", because=because)
 
 
+def _hosts(answer: Answer, opened: Session, report: Report) -> None:
+    """Where the sandboxes lived, and which of those places is there no more."""
+    hosts = health.hosts(opened, run=report.run)
+    dead = [item for item in hosts if item.dead]
+    because = "; ".join(map(_last, dead))
+    if hosts:
+        answer.at_most("dead hosts", float(len(dead)), words.count, "dead_hosts", because=because)
+    answer.detail(
+        "Sandbox hosts",
+        ("host", "attempts", "lost", "share", "last ended well"),
+        [
+            (item.host, str(item.attempts), str(item.lost), words.share(item.lost / item.attempts), _well(item, report))
+            for item in hosts
+        ],
+    )
+
+
+def _last(host: health.HostHealth) -> str:
+    """Example: `b lost its last 3 attempts, such as r/g7/e0/a0: host b: it takes up nothing any more`."""
+    return f"{host.host} lost its last {len(host.lost_since)} attempts, such as {host.lost_since[-1]}: {host.why}"
+
+
+def _well(host: health.HostHealth, report: Report) -> str:
+    return f"{words.axis_clock(host.well_at - report.started_at)} after the start" if host.well_at else "never"
+
+
 def _tasks(answer: Answer, opened: Session, report: Report, bounds: EnvironmentLimits) -> None:
     """Tasks that lose more than others, that score the same doings differently, and that the run gave up."""
     losing = health.task_losses(opened, run=report.run)
@@ -106,6 +134,22 @@ def _tasks(answer: Answer, opened: Session, report: Report, bounds: EnvironmentL
             for item in flaky[:SHOWN_ROWS]
         ],
     )
+
+
+def _rewards(answer: Answer, report: Report) -> None:
+    """What was trained on rewards that an operator marked as wrong. What only looks wrong decides nothing."""
+    rewards = report.rewards
+    held = [mark for mark in rewards.marks if mark.undone_at is None]
+    answer.at_most(
+        "trained tokens in quarantine",
+        rewards.affected.token_share,
+        words.share,
+        "quarantined_token_share",
+        because="; ".join(f"{mark.kind} {mark.target}: {mark.why}" for mark in held[:3]),
+    )
+    tasks = len({item.task for item in rewards.findings})
+    looks = f"{len(rewards.findings)} findings at {tasks} tasks: ratchet audit {report.run}"
+    answer.text("rewards that look wrong", looks if rewards.findings else "none")
 
 
 def _pair(item: health.Flake) -> str:
