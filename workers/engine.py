@@ -61,14 +61,16 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
-    home = Settings().home_path
+    settings = Settings()
+    home = settings.home_path
     pid_file = pid_path(home, options.name)
     pid_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     pid_file.write_text(f"{os.getpid()}\n")
     log.info("%s: waiting for a model", options.name)
     spec = wait_for_spec(home, options.name)
     on = device()
-    arguments = [sys.executable, *command(spec, options.port, on=on)]
+    # Of an option that is given twice the last one counts.
+    arguments = [sys.executable, *command(spec, options.port, on=on), f"--host={settings.engine_host}"]
     cores, mixture = len(os.sched_getaffinity(0)), routes_experts(spec.model)
     env = environment(inherited_environment(), on=on, cores=cores, mixture=mixture)
     env |= {

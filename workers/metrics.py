@@ -90,9 +90,9 @@ class Meters:
             return
         # The SDK refuses what its core takes, and a loss may well be negative.
         with_labels: Any = gauge.with_additional_attributes(labels)
-        with_labels._core_metric.set(value, with_labels._core_attrs)
+        with_labels._core_metric._ref.set(value, with_labels._core_attrs._ref)
 
-    def add(self, name: str, count: int = 1, **labels: str) -> None:
+    def add(self, name: str, count: int, **labels: str) -> None:
         self._once(f"{name}_total", self._meter.create_counter).add(count, labels)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
@@ -125,7 +125,7 @@ class Recorder:
 
     def ended(self, name: str, arguments: Sequence[Any], answer: Any) -> None:
         """An activity has ended well."""
-        self._meters.add("activities", activity=name, ended="ok")
+        self._meters.add("activities", 1, activity=name, ended="ok")
         message = arguments[0] if arguments else None
         if read := self._by_message.get(type(message)):
             read(message, answer)
@@ -135,7 +135,7 @@ class Recorder:
     def failed(self, name: str, error: BaseException) -> None:
         """A try of an activity has failed; `ended` is the failure's type, which names the boundary that was crossed."""
         kind = error.type if isinstance(error, ApplicationError) and error.type else type(error).__name__
-        self._meters.add("activities", activity=name, ended=kind)
+        self._meters.add("activities", 1, activity=name, ended=kind)
 
     # --- rollout --------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,7 @@ class Recorder:
         whose = {"run": record.run, "kind": record.kind.value}
         self._meters.add(
             "outcome",
+            1,
             outcome=record.outcome.value,
             stop_reason=record.stop_reason.value,
             boundary=record.stop_reason.removesuffix("_lost") if lost else "none",
@@ -158,12 +159,12 @@ class Recorder:
 
     def _group(self, result: GroupResult, answer: Any) -> None:
         run = result.group_id.rpartition("/")[0]
-        self._meters.add("groups/closed", run=run, reason=result.reason or "eligible")
+        self._meters.add("groups/closed", 1, run=run, reason=result.reason or "eligible")
         self._meters.add("groups/replaced_attempts", result.replaced, run=run)
 
     def _acquired(self, answer: AcquireOutput) -> None:
         started = "warm" if answer.warm else "cold"
-        self._meters.add("sandbox_acquired", started=started, prepared="forked" if answer.forked else "set up")
+        self._meters.add("sandbox_acquired", 1, started=started, prepared="forked" if answer.forked else "set up")
 
     def _acted(self, answer: ActOutput) -> None:
         self._meters.observe("command_seconds", answer.command_s)
@@ -203,7 +204,7 @@ class Recorder:
 
     def _update(self, message: UpdateInput, answer: UpdateOutput) -> None:
         run = message.run
-        self._meters.add("batches", run=run, state="void" if answer.void else "trained")
+        self._meters.add("batches", 1, run=run, state="void" if answer.void else "trained")
         for name, value in answer.metrics.items():
             self._meters.set(name, value, run=run)
         self._meters.set("update_warning", float(bool(answer.warning)), run=run)
@@ -220,7 +221,7 @@ class Recorder:
 
     def _apply(self, message: ApplyInput, answer: ApplyOutput) -> None:
         where = {"run": message.run, "engine": answer.engine}
-        self._meters.add("weight_sync/loads", proven=str(answer.proven).lower(), **where)
+        self._meters.add("weight_sync/loads", 1, proven=str(answer.proven).lower(), **where)
         self._meters.set("weight_sync/pause_s", answer.pause_s, **where)
         for part, value in answer.seconds.items():
             self._meters.set("weight_sync/load_part_s", value, part=part, **where)

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from temporalio.client import Client
 
+    from activities.agents.activities import AgentActivities
     from activities.generation.activities import GenerationActivities
     from activities.generation.loader import OfferSource
     from activities.generation.loading import EngineActivities
+    from activities.generation.routing import EnginePool
     from activities.janitor.host import HostJanitorActivities
     from activities.janitor.records import RecordJanitorActivities
     from activities.lineage.activities import LineageActivities
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from activities.publication.activities import PublicationActivities
     from activities.sandbox.activities import SandboxActivities
     from activities.sandbox.docker import DockerBackend
+    from activities.sandbox.hosts import Door, HostActivities
     from activities.training.activities import TrainingActivities
     from storage.objects import ObjectStore
 
@@ -65,7 +68,28 @@ def lineage(settings: Settings, client: Client) -> LineageActivities:
         open_taskset=open_taskset,
         lives=control.lives,
         namespace=control.namespace,
+        sandbox_hosts=settings.sandbox_host_names,
     )
+
+
+def evaluation(settings: Settings, client: Client) -> list[object]:
+    """What the Evaluation workflow calls beside the lineage."""
+    from activities.generation.fingerprint import FingerprintActivities
+    from activities.lineage.evaluations import EvaluationActivities
+    from tasksets import open_taskset
+    from workflows.contracts import Queue
+
+    store, rows = object_store(settings), database(settings)
+    asked_for = EvaluationActivities(
+        rows,
+        store,
+        engines=settings.engine_infos,
+        models_dir=settings.home_path / "models",
+        open_taskset=open_taskset,
+        namespace=run_control(client).namespace,
+        sandboxes=Queue.SANDBOXES if settings.sandbox_host_names else "",
+    )
+    return [asked_for, FingerprintActivities(store, rows, open_taskset)]
 
 
 def run_control(client: Client) -> RunControlActivities:
@@ -82,7 +106,7 @@ def record_janitor(settings: Settings, client: Client) -> RecordJanitorActivitie
     )
 
 
-def host_janitor(settings: Settings, client: Client, backend: DockerBackend) -> HostJanitorActivities:
+def host_janitor(settings: Settings, client: Client, backend: DockerBackend | None) -> HostJanitorActivities:
     from activities.janitor.host import HostJanitorActivities
 
     control = run_control(client)
@@ -110,17 +134,61 @@ async def sandbox_backend(settings: Settings, client: Client, stack: AsyncExitSt
 def sandbox(settings: Settings, backend: DockerBackend) -> SandboxActivities:
     from activities.sandbox.activities import SandboxActivities
     from tasksets import open_taskset
+    from workflows.contracts import sandbox_queue
 
-    return SandboxActivities(backend, open_taskset, settings.host)
+    queue = sandbox_queue(settings.host) if settings.sandbox_host_names else ""
+    return SandboxActivities(backend, open_taskset, settings.host, queue=queue)
+
+
+def sandbox_host(
+    settings: Settings, sandboxes: SandboxActivities, backend: DockerBackend
+) -> tuple[Door, HostActivities]:
+    from activities.sandbox.hosts import DRAIN_FILE, Door, HostActivities
+
+    door = Door(backend, settings.home_path / DRAIN_FILE)
+    return door, HostActivities(sandboxes, backend, door, settings.host)
+
+
+async def engine_pool(settings: Settings, stack: AsyncExitStack) -> EnginePool:
+    from activities.generation.routing import EnginePool
+
+    return await stack.enter_async_context(EnginePool(settings.engine_infos, router=settings.router_url))
 
 
 async def generation(settings: Settings, stack: AsyncExitStack) -> GenerationActivities:
+    return generation_with(settings, await engine_pool(settings, stack))
+
+
+def generation_with(settings: Settings, pool: EnginePool) -> GenerationActivities:
     from activities.generation.activities import GenerationActivities
-    from activities.generation.routing import EnginePool
     from tasksets import open_taskset
 
-    pool = await stack.enter_async_context(EnginePool(settings.engine_infos, router=settings.router_url))
     return GenerationActivities(pool, object_store(settings), open_taskset)
+
+
+async def agents(
+    settings: Settings,
+    stack: AsyncExitStack,
+    generation: GenerationActivities,
+    sandboxes: SandboxActivities,
+    backend: DockerBackend,
+) -> AgentActivities:
+    """External agent programs, beside the sandboxes that they act on."""
+    from activities.agents.activities import AgentActivities
+    from activities.agents.endpoint import AgentEndpoint
+    from tasksets import open_taskset
+    from workers.settings import inherited_environment
+
+    return AgentActivities(
+        generation,
+        sandboxes.act,
+        object_store(settings),
+        open_taskset,
+        await stack.enter_async_context(AgentEndpoint()),
+        spool=settings.home_path / "spool" / "agents",
+        path=inherited_environment().get("PATH", "/usr/local/bin:/usr/bin:/bin"),
+        host=backend,
+    )
 
 
 def training(settings: Settings, stack: AsyncExitStack) -> tuple[TrainingActivities, PublicationActivities]:
@@ -146,9 +214,17 @@ def offers(settings: Settings) -> OfferSource:
 
 
 async def engines(settings: Settings, stack: AsyncExitStack) -> EngineActivities:
+    from activities.generation.fingerprint import ServingWatch
     from activities.generation.loading import EngineActivities, EngineKeeper
 
     activities = EngineActivities(object_store(settings), database(settings), settings.home_path, offers(settings))
     ours = [engine for engine in settings.engine_infos if engine.host == settings.host]
     await stack.enter_async_context(EngineKeeper(activities, ours))
+    await stack.enter_async_context(ServingWatch(database(settings), ours))
     return activities
+
+
+def quantized(settings: Settings, loads: EngineActivities) -> object:
+    from activities.generation.quantized import QuantizedActivities
+
+    return QuantizedActivities(loads, object_store(settings))

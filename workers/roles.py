@@ -24,6 +24,7 @@ from temporalio.worker import Worker
 from activities.lifetime import end_with_parent, launched_rank
 from workers.handover import Notes, hand_over
 from workers.settings import Settings
+from workers.telemetry import Telemetry, telemetry
 from workers.temporal import connect
 from workers.versioning import deployment
 
@@ -41,9 +42,10 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     TRAINER = "trainer"
     ENGINES = "engines"
+    SANDBOX = "sandbox"
 
 
-async def control(client: Client, settings: Settings, stack: AsyncExitStack) -> list[Worker]:
+async def control(client: Client, settings: Settings, stack: AsyncExitStack, told: Telemetry) -> list[Worker]:
     """TrainingRun and Janitor, with the lineage writes that they ask for."""
     from workers import parts
     from workflows.contracts import Queue
@@ -67,25 +69,35 @@ async def control(client: Client, settings: Settings, stack: AsyncExitStack) -> 
     ]
 
 
-async def rollout(client: Client, settings: Settings, stack: AsyncExitStack) -> list[Worker]:
-    """Group, Episode and Evaluation with an episode's activities, on one queue: the server then executes eagerly."""
-    from workers import parts
+async def rollout(client: Client, settings: Settings, stack: AsyncExitStack, told: Telemetry) -> list[Worker]:
+    """Group, Episode and Evaluation with an episode's activities, on one queue: the server then executes eagerly.
+    Without those on sandboxes where these have hosts of their own."""
+    from workers import metrics, parts
     from workflows.contracts import Queue
     from workflows.registry import ON_EPISODES
 
-    backend = await parts.sandbox_backend(settings, client, stack)
-    served = (
-        parts.sandbox(settings, backend),
-        await parts.generation(settings, stack),
-        parts.lineage(settings, client),
-        parts.host_janitor(settings, client, backend),
-    )
+    pool = await parts.engine_pool(settings, stack)
+    told.watch(metrics.engines(pool))
+    generation = parts.generation_with(settings, pool)
+    served: list[object] = [generation, parts.lineage(settings, client)]
+    if not settings.sandbox_host_names:
+        backend = await parts.sandbox_backend(settings, client, stack)
+        told.watch(metrics.sandboxes(backend))
+        sandboxes = parts.sandbox(settings, backend)
+        served += [sandboxes, parts.host_janitor(settings, client, backend)]
+        served.append(await parts.agents(settings, stack, generation, sandboxes, backend))
+    else:
+        served.append(parts.host_janitor(settings, client, None))
     return [
         Worker(
             client,
             task_queue=Queue.EPISODES,
             workflows=ON_EPISODES,
-            activities=[method for instance in served for method in parts.methods(instance)],
+            activities=[
+                method
+                for instance in (*served, *parts.evaluation(settings, client))
+                for method in parts.methods(instance)
+            ],
             deployment_config=deployment(settings, VersioningBehavior.PINNED),
             **episode_tuning(settings),
         )
@@ -106,12 +118,14 @@ def episode_tuning(settings: Settings) -> dict[str, Any]:
     }
 
 
-async def trainer(client: Client, settings: Settings, stack: AsyncExitStack) -> list[Worker]:
+async def trainer(client: Client, settings: Settings, stack: AsyncExitStack, told: Telemetry) -> list[Worker]:
     """The update and the publication: one at a time."""
     from workers import parts
     from workflows.contracts import Queue
 
     training, publication = parts.training(settings, stack)
+    ready = asyncio.create_task(training.get_ready())
+    stack.callback(ready.cancel)
     return [
         Worker(
             client,
@@ -123,27 +137,65 @@ async def trainer(client: Client, settings: Settings, stack: AsyncExitStack) -> 
     ]
 
 
-async def engines(client: Client, settings: Settings, stack: AsyncExitStack) -> list[Worker]:
+async def engines(client: Client, settings: Settings, stack: AsyncExitStack, told: Telemetry) -> list[Worker]:
     """The weight loads of this host's engines, and the keeper that brings a restarted engine back."""
     from workers import parts
     from workflows.contracts import engine_queue
 
+    loads = await parts.engines(settings, stack)
     return [
         Worker(
             client,
             task_queue=engine_queue(settings.host),
-            activities=parts.methods(await parts.engines(settings, stack)),
+            activities=[*parts.methods(loads), *parts.methods(parts.quantized(settings, loads))],
             max_concurrent_activities=16,
             graceful_shutdown_timeout=DRAIN,
         )
     ]
 
 
-ROLES: dict[Role, Callable[[Client, Settings, AsyncExitStack], Coroutine[Any, Any, list[Worker]]]] = {
+async def sandbox(client: Client, settings: Settings, stack: AsyncExitStack, told: Telemetry) -> list[Worker]:
+    """The sandboxes of this host: new ones from the queue of all hosts while there is room, and all else from its own.
+    It has no key to the database or the object store."""
+    from workers import metrics, parts
+    from workers.sandbox_host import HostKeeper, acquiring
+    from workflows.contracts import Queue, sandbox_queue
+
+    if settings.host not in settings.sandbox_host_names:
+        raise SystemExit(
+            f"this host is {settings.host!r} (RATCHET_HOST), which RATCHET_SANDBOX_HOSTS does not name:"
+            f" {settings.sandbox_hosts!r}"
+        )
+    backend = await parts.sandbox_backend(settings, client, stack)
+    told.watch(metrics.sandboxes(backend))
+    sandboxes, janitor = parts.sandbox(settings, backend), parts.host_janitor(settings, client, backend)
+    door, host = parts.sandbox_host(settings, sandboxes, backend)
+    await stack.enter_async_context(HostKeeper(host, janitor, settings.home_path / "health" / f"{Role.SANDBOX}.txt"))
+    own = [method for method in parts.methods(sandboxes) if method.__name__ != "acquire"]
+    return [
+        Worker(
+            client,
+            task_queue=Queue.SANDBOXES,
+            activities=[host.acquire],
+            graceful_shutdown_timeout=DRAIN,
+            **acquiring(door),
+        ),
+        Worker(
+            client,
+            task_queue=sandbox_queue(settings.host),
+            activities=[*own, host.host, *parts.methods(janitor)],
+            max_concurrent_activities=2 * MOST_WORKFLOWS,
+            graceful_shutdown_timeout=DRAIN,
+        ),
+    ]
+
+
+ROLES: dict[Role, Callable[[Client, Settings, AsyncExitStack, Telemetry], Coroutine[Any, Any, list[Worker]]]] = {
     Role.CONTROL: control,
     Role.ROLLOUT: rollout,
     Role.TRAINER: trainer,
     Role.ENGINES: engines,
+    Role.SANDBOX: sandbox,
 }
 
 
@@ -155,8 +207,11 @@ async def serve(role: Role, settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         # What plays thousands of episodes does so without the SDK's sandbox, in which all tests and replays run.
         in_hand = settings.home_path / "inflight" / role
-        client = await connect(settings, role=role, sandboxed=role is not Role.ROLLOUT, notes=Notes(in_hand))
-        workers = await ROLES[role](client, settings, stack)
+        told = await stack.enter_async_context(telemetry(settings, role))
+        client = await connect(
+            settings, role=role, sandboxed=role is not Role.ROLLOUT, notes=Notes(in_hand), telemetry=told
+        )
+        workers = await ROLES[role](client, settings, stack, told)
         await hand_over(client, in_hand)
         for worker in workers:
             await stack.enter_async_context(worker)

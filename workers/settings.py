@@ -2,7 +2,8 @@
 
 Every field is `RATCHET_<NAME>` in the environment. What the environment leaves open comes from the state folder, where
 `ratchet up` remembers its addresses (stack.json) and its keys (secrets.json, mode 0600), so that every command finds
-the stack without options. Secrets are never logged.
+the stack without options. Where neither names a Temporal server, the SDK's own configuration does (TEMPORAL_ADDRESS,
+TEMPORAL_NAMESPACE, temporal.toml). Secrets are never logged.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from workflows.contracts import EngineInfo
+
+if TYPE_CHECKING:
+    from temporalio.envconfig import ClientConfigProfile
 
 STACK_FILE = "stack.json"
 SECRETS_FILE = "secrets.json"
@@ -52,6 +56,19 @@ class Settings(BaseSettings):
         description="Where the trainer's machine hands out weights for weight_channel direct, where engines are on"
         " other machines: http://<its address>:<port>, in a private network. Empty: a socket file on this one.",
     )
+    engine_host: str = Field(
+        "127.0.0.1",
+        description="Name or address on which this host's engines listen and by which all reach them. Who reaches an"
+        " engine may give it other weights: another than the loopback one only in a private network of workers.",
+    )
+    metrics_host: str = Field("127.0.0.1", description="Address on which workers serve their metrics.")
+    metrics_port: int = Field(
+        9831,
+        ge=0,
+        le=65000,
+        description="Port of control's metrics; rollout, trainer and engines have the next ones. One that is taken is"
+        " replaced by a free one, which `ratchet status` shows. 0: none.",
+    )
     docker_host: str = Field("", description="Docker's address; empty: the local socket.")
     deployment: str = Field(
         "", description="Worker deployment whose versions run side by side; empty: one build at a time."
@@ -68,6 +85,16 @@ class Settings(BaseSettings):
     sandbox_pool: int = Field(
         16, ge=0, le=512, description="Sandboxes beside them that may be started before anyone asks; 0: none."
     )
+    payload_keys: SecretStr = Field(
+        SecretStr(""),
+        description="Keys with which inputs, results and failures are sealed before the Temporal server gets them:"
+        " <name>=<32 bytes in base64>, comma-separated; the first seals, all open. Empty: they are not.",
+    )
+    sandbox_hosts: str = Field(
+        "",
+        description="Names of the hosts that sandboxes live on, comma-separated; each runs the part `sandbox`. Empty:"
+        " they live where the rollout worker is.",
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -79,7 +106,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         home = init_settings().get("home") or env_settings().get("home") or cls.model_fields["home"].default
-        return init_settings, env_settings, _StateFolder(settings_cls, Path(home))
+        return init_settings, env_settings, _StateFolder(settings_cls, Path(home)), _TemporalConfiguration(settings_cls)
 
     @cached_property
     def home_path(self) -> Path:
@@ -96,6 +123,10 @@ class Settings(BaseSettings):
         return [
             EngineInfo(name=name.strip(), host=name.strip().rsplit("-", 1)[0], url=url.strip()) for name, url in pairs
         ]
+
+    @property
+    def sandbox_host_names(self) -> list[str]:
+        return [name.strip() for name in self.sandbox_hosts.split(",") if name.strip()]
 
 
 class _StateFolder(PydanticBaseSettingsSource):
@@ -116,6 +147,49 @@ class _StateFolder(PydanticBaseSettingsSource):
         return self._values
 
 
+class _TemporalConfiguration(PydanticBaseSettingsSource):
+    """The server that the SDK's environment configuration names, where nobody named another one: a namespace of one
+    server says nothing of another."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        known = self.current_state.get("temporal_address")
+        address, namespace = os.environ.get("TEMPORAL_ADDRESS"), os.environ.get("TEMPORAL_NAMESPACE")
+        # The SDK takes a while to load: only for a file that may say something.
+        if not address and not known and _temporal_file().is_file():
+            profile = temporal_profile()
+            address, namespace = profile.address, profile.namespace
+        if not address or known not in (None, address):
+            return {}
+        return {"temporal_address": address} | ({"temporal_namespace": namespace} if namespace else {})
+
+
+def temporal_profile() -> ClientConfigProfile:
+    """TEMPORAL_* and temporal.toml as the `temporal` command reads them. Raises RuntimeError for a broken file."""
+    from temporalio.envconfig import ClientConfigProfile
+
+    return ClientConfigProfile.load()
+
+
+def _temporal_file() -> Path:
+    folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get("TEMPORAL_CONFIG_FILE") or f"{folder}/temporalio/temporal.toml").expanduser()
+
+
+def otlp_protocol() -> str | None:
+    """The protocol of the collector of spans that OpenTelemetry's variables name; None where they name none."""
+    environment = os.environ
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "")
+    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none"
+    if off or not (named or exporter == "otlp"):
+        return None
+    chosen = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    return chosen or "http/protobuf"
+
+
 class UpOptions(BaseSettings):
     """What `ratchet up` may be told by the environment; None leaves what the state folder remembers, or the default."""
 
@@ -129,6 +203,7 @@ class UpOptions(BaseSettings):
     ui_port: int | None = Field(None, ge=1, le=65535)
     s3_port: int | None = Field(None, ge=1, le=65535)
     engine_port: int | None = Field(None, ge=1, le=65535, description="Port of the first engine; the others follow.")
+    metrics_port: int | None = Field(None, ge=0, le=65000, description="Port of control's metrics; 0: none.")
 
 
 def inherited_environment() -> dict[str, str]:

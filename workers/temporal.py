@@ -10,15 +10,23 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from temporalio import activity
 from temporalio.client import Client
+from temporalio.converter import PayloadCodec
 from temporalio.exceptions import ApplicationError
 from temporalio.plugin import SimplePlugin
-from temporalio.runtime import LogForwardingConfig, LoggingConfig, Runtime, TelemetryConfig, TelemetryFilter
+from temporalio.runtime import (
+    LogForwardingConfig,
+    LoggingConfig,
+    PrometheusConfig,
+    Runtime,
+    TelemetryConfig,
+    TelemetryFilter,
+)
 from temporalio.service import GrpcCompression
 from temporalio.worker import (
     ActivityInboundInterceptor,
@@ -31,10 +39,13 @@ from temporalio.worker import (
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from workers.handover import Notes
-from workers.settings import Settings
+from workers.settings import Settings, temporal_profile
 from workers.versioning import workflow_digest
-from workflows.converter import data_converter
+from workflows.converter import data_converter, sealed_by
 from workflows.errors import RatchetError
+
+if TYPE_CHECKING:
+    from workers.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 BEATS_PER_TIMEOUT = 3
@@ -96,7 +107,9 @@ async def beating() -> AsyncIterator[None]:
 def _runner(existing: WorkflowRunner | None) -> WorkflowRunner:
     """Our workflow modules are deterministic by test, so that the sandbox needn't import them anew per workflow."""
     if isinstance(existing, SandboxedWorkflowRunner):
-        restrictions = SandboxRestrictions.default.with_passthrough_modules("workflows", "pydantic", "pydantic_core")
+        restrictions = SandboxRestrictions.default.with_passthrough_modules(
+            "workflows", "pydantic", "pydantic_core", "opentelemetry"
+        )
         return SandboxedWorkflowRunner(restrictions=restrictions)
     if existing is None:
         raise ValueError("a worker has a workflow runner")
@@ -114,35 +127,72 @@ class RatchetPlugin(SimplePlugin):
         return config
 
 
-def plugin(*, sandboxed: bool = True, notes: Notes | None = None) -> SimplePlugin:
+def plugin(
+    *,
+    sandboxed: bool = True,
+    notes: Notes | None = None,
+    interceptors: Sequence[Interceptor] = (),
+    codec: PayloadCodec | None = None,
+) -> SimplePlugin:
     """What makes a client, a worker and a replayer one. `sandboxed` False plays workflows without the SDK's sandbox, at
-    a quarter less of the worker's time; tests and replays keep it, so that it says what it forbids before a deploy."""
+    a quarter less of the worker's time; tests and replays keep it, so that it says what it forbids before a deploy.
+    `interceptors` go before ours: they see failures by their names. `codec` seals what the server gets to see."""
     return RatchetPlugin(
         "ratchet",
-        data_converter=data_converter,
-        interceptors=[RatchetInterceptor(notes)],
+        data_converter=sealed_by(codec) if codec else data_converter,
+        interceptors=[*interceptors, RatchetInterceptor(notes)],
         workflow_runner=_runner if sandboxed else UnsandboxedWorkflowRunner(),
     )
 
 
-def runtime() -> Runtime:
-    """Core's log lines go through Python's logging: printed JSON stays clean."""
+def runtime(metrics: PrometheusConfig | None = None) -> Runtime:
+    """Core's log lines go through Python's logging: printed JSON stays clean. Raises RuntimeError where `metrics` can't
+    be served."""
     forwarding = LogForwardingConfig(logger=logging.getLogger("temporalio.core"))
-    telemetry = TelemetryFilter(core_level="WARN", other_level="ERROR")
-    return Runtime(telemetry=TelemetryConfig(logging=LoggingConfig(filter=telemetry, forwarding=forwarding)))
+    levels = TelemetryFilter(core_level="WARN", other_level="ERROR")
+    logs = LoggingConfig(filter=levels, forwarding=forwarding)
+    return Runtime(telemetry=TelemetryConfig(logging=logs, metrics=metrics))
+
+
+def credentials(settings: Settings) -> dict[str, Any]:
+    """API key, TLS and metadata of the SDK's environment configuration, for the server that they are meant for: the one
+    that it names, or where it names none any that is not on this machine. No other server is shown a key."""
+    profile = temporal_profile()
+    here = settings.temporal_address.startswith(LOOPBACK)
+    if profile.address != settings.temporal_address and (profile.address or here):
+        return {}
+    given = profile.to_client_connect_config()
+    return {name: value for name, value in given.items() if name in ("api_key", "tls", "rpc_metadata")}
+
+
+def codec_of(settings: Settings) -> PayloadCodec | None:
+    """Raises InvalidConfig for keys that are none."""
+    if not (keys := settings.payload_keys.get_secret_value()):
+        return None
+    from workers.codec import SealedPayloads
+
+    return SealedPayloads.parse(keys)
 
 
 async def connect(
-    settings: Settings, *, role: str = "cli", sandboxed: bool = True, notes: Notes | None = None
+    settings: Settings,
+    *,
+    role: str = "cli",
+    sandboxed: bool = True,
+    notes: Notes | None = None,
+    telemetry: Telemetry | None = None,
 ) -> Client:
-    """A client of the stack's server, and how its workers play workflows. Raises RuntimeError where none answers."""
+    """A client of the stack's server, and how its workers play workflows. Raises RuntimeError where none answers,
+    InvalidConfig for `payload_keys` that are none."""
     # Compressing what never leaves the machine only costs time.
     local = settings.temporal_address.startswith(LOOPBACK)
+    interceptors = telemetry.interceptors if telemetry else ()
     return await Client.connect(
         settings.temporal_address,
+        **credentials(settings),
         grpc_compression=GrpcCompression.NONE if local else GrpcCompression.GZIP,
         namespace=settings.temporal_namespace,
         identity=f"{role}@{settings.host}:{os.getpid()}",
-        plugins=[plugin(sandboxed=sandboxed, notes=notes)],
-        runtime=runtime(),
+        plugins=[plugin(sandboxed=sandboxed, notes=notes, interceptors=interceptors, codec=codec_of(settings))],
+        runtime=telemetry.runtime if telemetry else runtime(),
     )

@@ -101,13 +101,13 @@ class Tracing(TracingInterceptor):
         from opentelemetry.context import Context
 
         ids = ids_of(workflow_id, run_id)
-        decision = self._provider.sampler.should_sample(Context(), ids.trace_id, TRACED)
-        return {"traceparent": f"00-{ids.trace_id:032x}-{ids.root_id:016x}-{int(decision.decision.is_sampled()):02x}"}
+        decision: Any = self._provider.sampler.should_sample(Context(), ids.trace_id, TRACED).decision
+        return {"traceparent": f"00-{ids.trace_id:032x}-{ids.root_id:016x}-{int(decision.is_sampled()):02x}"}
 
     def root(self, record: EpisodeRecord, ids: TraceIds) -> None:
         from opentelemetry.context import Context
 
-        attributes = {
+        attributes: dict[str, str | int | float] = {
             "ratchet.run": record.run,
             "ratchet.group": record.group_id,
             "ratchet.attempt": record.attempt_id,

@@ -28,6 +28,9 @@ from workflows.contracts import EngineInfo, KvPlan
 from workflows.errors import EngineError
 
 LOOK_EVERY_S = 0.25
+PINNED_WAIT_S = 10.0
+"""The same of a request for one version while every engine serves, and none of them that version: whoever pinned it
+has to bring it back."""
 WAIT_S = 90.0
 """How long a request waits for an engine in rotation: most restarts. The activity's retries outlast the rest."""
 
@@ -52,6 +55,8 @@ class Ask:
     """When the attempt began, seconds since the epoch."""
     kv: KvPlan = KvPlan.DROP
     """What it may find in a cache of earlier weights."""
+    version: int | None = None
+    """The only version that may answer it; None: any that serves the run."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,16 @@ class EnginePool:
         self._tickets = itertools.count()
         self._watching: asyncio.Task[None] | None = None
 
+    @property
+    def doors(self) -> Sequence[Door]:
+        """Where requests go, with the load of each as this worker sees it."""
+        return self._doors
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no engine has room for."""
+        return len(self._waiting)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -142,7 +157,7 @@ class EnginePool:
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
         try:
-            if not any(seat.fresh and seat.serves(ask.run) for seat in self._seats):
+            if not any(seat.fresh and seat.serves(ask.run, ask.version) for seat in self._seats):
                 await self._look()
             self._dispatch()
             return await waiter.granted
@@ -182,7 +197,7 @@ class EnginePool:
                 waiter.granted.set_result(Grant(door.client, witnesses, salt, door.labels, now - waiter.since, door))
 
     def _placed(self, ask: Ask, waited_s: float) -> Door | None:
-        serving = {door.name: door for door in self._doors if door.serves(ask.run)}
+        serving = {door.name: door for door in self._doors if door.serves(ask.run, ask.version)}
         if not serving:
             return None
         loads = [Load(door.name, door.requests, door.room) for door in serving.values()]
@@ -197,11 +212,15 @@ class EnginePool:
         """An error for those for whom no engine has been in rotation for too long."""
         now = time.monotonic()
         for waiter in self._waiting:
-            if any(door.serves(waiter.ask.run) for door in self._doors):
+            run, version = waiter.ask.run, waiter.ask.version
+            if any(door.serves(run, version) for door in self._doors):
                 waiter.unserved_since = None
                 continue
             waiter.unserved_since = waiter.unserved_since or now
-            if now - waiter.unserved_since > self._wait_s and not waiter.granted.done():
+            moved_on = version is not None and bool(self._seats) and all(seat.settled for seat in self._seats)
+            wait_s = min(PINNED_WAIT_S, self._wait_s) if moved_on else self._wait_s
+            if now - waiter.unserved_since > wait_s and not waiter.granted.done():
                 found = "; ".join(seat.describe() for seat in self._seats) or "none is configured"
-                message = f"no engine serves {waiter.ask.run} after {self._wait_s:.0f} s: {found}"
-                waiter.granted.set_exception(EngineError(message))
+                wanted = run if version is None else f"version {version} of {run}"
+                message = f"no engine serves {wanted} after {wait_s:.0f} s: {found}"
+                waiter.granted.set_exception(EngineError(message, retryable=not moved_on))

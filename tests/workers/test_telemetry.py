@@ -30,7 +30,15 @@ from workers.stack.state import ROLES, Home
 from workers.stack.status import PartState, PartStatus, StackStatus
 from workers.telemetry import Telemetry, telemetry
 from workers.temporal import plugin
-from workflows.contracts import FailureType, Queue, ReserveBatchInput, ReserveBatchOutput, UpdateOutput, engine_queue
+from workflows.contracts import (
+    FailureType,
+    Queue,
+    ReserveBatchInput,
+    ReserveBatchOutput,
+    UpdateInput,
+    UpdateOutput,
+    engine_queue,
+)
 from workflows.contracts.run import BatchWait
 from workflows.registry import ON_CONTROL, ON_EPISODES
 
@@ -89,7 +97,7 @@ async def test_a_run_shows_on_one_page_with_what_the_sdk_measures(server: str, t
     world.answer = lambda m: UpdateOutput(
         step=m.step,
         checkpoint=f"c{m.step}",
-        metrics={"loss": -0.25, "mismatch_kl/mean": 1e-6, "off_policy/steps": 1.0, "entropy": math.nan},
+        metrics={"loss": -0.25, "mismatch_kl/mean": 1e-6, "off_policy/steps": 1.0},
         warning="mismatch_kl is high" if m.step == 2 else "",
     )
     broken = []
@@ -108,7 +116,6 @@ async def test_a_run_shows_on_one_page_with_what_the_sdk_measures(server: str, t
     assert value(page, "ratchet_run_state", run=run, state="running") == 0
     assert value(page, "ratchet_loss", run=run) == -0.25
     assert value(page, "ratchet_mismatch_kl_mean", run=run) == 1e-6
-    assert value(page, "ratchet_entropy", run=run) is None
     assert value(page, "ratchet_update_warning", run=run) == 1
     assert value(page, "ratchet_batches_total", run=run, state="trained") == 2
     played = len([record for record in world.calls["record_episode"] if record.run == run])
@@ -131,12 +138,16 @@ async def test_what_a_batch_waited_for_is_there_part_by_part(server: str, tmp_pa
         message = ReserveBatchInput(run="r", step=1, policy_version=0, groups=[], dropped={"too_stale": [3, 4]})
         answer = ReserveBatchOutput(batch_id="r/b1", episodes=4, reward=0.5, wait=recorded)
         recorder.ended("reserve_batch", [message], answer)
+        made = UpdateOutput(step=1, checkpoint="c", metrics={"entropy": math.nan, "advantage/min": -1.0})
+        recorder.ended("update", [UpdateInput(run="r", config={}, batch_id="b", step=1, policy_version=0)], made)
         page = await page_of(told)
     assert value(page, "ratchet_time_to_trainable_batch", run="r") == 12.5
     assert value(page, "ratchet_time_part", run="r", part="generate") == 10.0
     assert value(page, "ratchet_time_tail", run="r") == 1.5
     assert value(page, "ratchet_reward_batch", run="r") == 0.5
     assert value(page, "ratchet_groups_dropped_total", run="r", reason="too_stale") == 2
+    assert value(page, "ratchet_advantage_min", run="r") == -1.0
+    assert value(page, "ratchet_entropy", run="r") is None, "no number at all"
 
 
 async def test_gauges_follow_their_source_and_one_that_fails_hides_no_other(tmp_path: Path) -> None:

@@ -38,20 +38,23 @@ async def server() -> AsyncIterator[str]:
         yield client.service_client.config.target_host
 
 
-def certificates(folder: Path) -> tuple[Path, Path]:
-    """(certificate, key) of 127.0.0.1, signed by itself."""
+def certificates(folder: Path) -> None:
+    """`ca.pem`, and `cert.pem` with `key.pem` of 127.0.0.1, which it has signed."""
     folder.mkdir()
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", certificate, "-keyout", key]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
+    (folder / "extensions").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=authority -out ca.pem -keyout ca.key",
+        "req -new -newkey rsa:2048 -nodes -subj /CN=localhost -out asked.pem -keyout key.pem",
+        "x509 -req -in asked.pem -CA ca.pem -CAkey ca.key -set_serial 1 -days 2 -extfile extensions -out cert.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 
 @asynccontextmanager
 async def tls_in_front_of(target: str, folder: Path, *, mutual: bool = False) -> AsyncIterator[tuple[str, list[Any]]]:
     """A TLS door to a server as Temporal Cloud has one: its address, and the metadata of what came through."""
-    certificate, key = (path.read_bytes() for path in certificates(folder))
+    certificates(folder)
+    authority, certificate, key = ((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
     seen: list[Any] = []
     inside = grpc.aio.insecure_channel(target)
 
@@ -66,8 +69,7 @@ async def tls_in_front_of(target: str, folder: Path, *, mutual: bool = False) ->
 
     outside = grpc.aio.server()
     outside.add_generic_rpc_handlers((Door(),))
-    trusted = certificate if mutual else None
-    door = grpc.ssl_server_credentials([(key, certificate)], trusted, require_client_auth=mutual)
+    door = grpc.ssl_server_credentials([(key, certificate)], authority if mutual else None, mutual)
     port = outside.add_secure_port("127.0.0.1:0", door)
     await outside.start()
     try:
@@ -83,7 +85,7 @@ async def test_a_server_with_tls_and_an_api_key_is_reached_by_the_standard_varia
     async with tls_in_front_of(server, tmp_path / "tls") as (address, seen):
         monkeypatch.setenv("TEMPORAL_ADDRESS", address)
         monkeypatch.setenv("TEMPORAL_API_KEY", "a-key")
-        monkeypatch.setenv("TEMPORAL_TLS_SERVER_CA_CERT_PATH", str(tmp_path / "tls/cert.pem"))
+        monkeypatch.setenv("TEMPORAL_TLS_SERVER_CA_CERT_PATH", str(tmp_path / "tls/ca.pem"))
         client = await connect(Settings(home=tmp_path), role="test")
         await client.workflow_service.describe_namespace(DescribeNamespaceRequest(namespace="default"))
     assert len(seen) >= 2
@@ -95,7 +97,7 @@ async def test_a_server_that_asks_for_a_certificate_gets_the_one_of_the_variable
 ) -> None:
     async with tls_in_front_of(server, tmp_path / "tls", mutual=True) as (address, _):
         monkeypatch.setenv("TEMPORAL_ADDRESS", address)
-        monkeypatch.setenv("TEMPORAL_TLS_SERVER_CA_CERT_PATH", str(tmp_path / "tls/cert.pem"))
+        monkeypatch.setenv("TEMPORAL_TLS_SERVER_CA_CERT_PATH", str(tmp_path / "tls/ca.pem"))
         with pytest.raises(RuntimeError):
             await connect(Settings(home=tmp_path), role="test")
         monkeypatch.setenv("TEMPORAL_TLS_CLIENT_CERT_PATH", str(tmp_path / "tls/cert.pem"))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from workers.settings import Settings, UpOptions, inherited_environment
 from workers.stack import logs, ports
+from workers.stack.endpoints import addresses
 from workers.stack.parts import import_path
 from workers.stack.process import Process, read_pid_file, spawn
 from workers.stack.runner import retire
@@ -45,6 +46,7 @@ def merge(stack: Stack | None, options: UpOptions, settings: Settings) -> Stack:
         "ui": options.ui_port,
         "s3": options.s3_port,
         "engine": options.engine_port,
+        "metrics": options.metrics_port,
     }
     chosen = {name: port for name, port in names.items() if port is not None}
     parts = base.parts
@@ -123,7 +125,7 @@ def read_status(home: Home) -> StackStatus | None:
     if supervisor is not None and home.status.is_file():
         status = StackStatus.model_validate_json(home.status.read_text())
         if status.supervisor_pid == supervisor.pid:
-            return status
+            return _with_metrics(home, status)
         return StackStatus(supervisor_pid=supervisor.pid, written=time.time(), parts=[PartStatus(name=NAME)])
     found = [(file.stem, read_pid_file(file)) for file in sorted(home.pids.glob("*.json"))]
     parts = [
@@ -139,6 +141,16 @@ def read_status(home: Home) -> StackStatus | None:
         if process is not None
     ]
     return StackStatus(supervisor_pid=0, written=time.time(), parts=parts) if parts else None
+
+
+def _with_metrics(home: Home, status: StackStatus) -> StackStatus:
+    """The workers' addresses are what they serve their metrics at, which they know only once they run."""
+    found = addresses(home.path)
+    parts = [
+        part.model_copy(update={"address": f"metrics {found[part.name]}"}) if part.name in found and part.pid else part
+        for part in status.parts
+    ]
+    return status.model_copy(update={"parts": parts})
 
 
 def _refuse_taken_ports(home: Home, stack: Stack) -> None:

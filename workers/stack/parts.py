@@ -110,8 +110,8 @@ def stages(home: Home, stack: Stack, keys: Mapping[str, str], settings: Settings
         ],
         [_prepare(stack)] if stack.has("prepare") else [],
         [
-            *(_engines(home, stack) if stack.has("vllm") else []),
-            *(_role(home, role, settings) for role in ROLES if stack.has(role)),
+            *(_engines(home, stack, settings) if stack.has("vllm") else []),
+            *(_role(home, role, settings) for role in ROLES if stack.has(role) and _wanted(role, settings)),
         ],
     ]
     return [stage for stage in wanted if stage]
@@ -186,10 +186,10 @@ def _prepare(stack: Stack) -> Part:
     )
 
 
-def _engines(home: Home, stack: Stack) -> list[Part]:
+def _engines(home: Home, stack: Stack, settings: Settings) -> list[Part]:
     parts = []
     for index, name in enumerate(stack.engine_names()):
-        url = f"http://{LOOPBACK}:{stack.engine_port(index)}"
+        url = stack.engine_url(index, settings)
         parts.append(
             Part(
                 name=name,
@@ -200,6 +200,11 @@ def _engines(home: Home, stack: Stack) -> list[Part]:
             )
         )
     return parts
+
+
+def _wanted(role: str, settings: Settings) -> bool:
+    """The part `sandbox` is for the hosts that sandboxes live on."""
+    return role != "sandbox" or settings.host in settings.sandbox_host_names
 
 
 def _role(home: Home, role: str, settings: Settings) -> Part:

@@ -19,7 +19,7 @@ from workers.stack.process import write_atomically
 
 LOOPBACK = "127.0.0.1"
 INFRASTRUCTURE = ("temporal", "s3", "docker")
-ROLES = ("control", "rollout", "trainer", "engines")
+ROLES = ("control", "rollout", "trainer", "engines", "sandbox")
 PARTS = (*INFRASTRUCTURE, "prepare", "vllm", *ROLES)
 """Names that `--parts` takes; `vllm` stands for every engine of this host."""
 
@@ -36,6 +36,8 @@ class Ports(BaseModel):
     s3: int = 9711
     engine: int = 9721
     """Port of the first engine; engine i listens on `engine + i`."""
+    metrics: int = 9831
+    """Port of control's metrics; the other roles have the next ones. 0: none."""
 
 
 class Stack(BaseModel):
@@ -59,19 +61,27 @@ class Stack(BaseModel):
     def engine_port(self, index: int) -> int:
         return self.ports.engine + index
 
+    def engine_url(self, index: int, settings: Settings) -> str:
+        """Where engine `index` of this host is reached, by everybody alike."""
+        return f"http://{settings.engine_host}:{self.engine_port(index)}"
+
     def with_settings(self, ambient: Settings) -> Stack:
         """This stack with its `settings`: addresses of its own parts, and the ambient ones of parts run elsewhere."""
         engines = ",".join(
-            f"{name}=http://{LOOPBACK}:{self.engine_port(index)}" for index, name in enumerate(self.engine_names())
+            f"{name}={self.engine_url(index, ambient)}" for index, name in enumerate(self.engine_names())
         )
         values = {
             "host": self.host,
             "temporal_address": f"{LOOPBACK}:{self.ports.temporal}"
             if self.has("temporal")
             else ambient.temporal_address,
+            **({} if self.has("temporal") else {"temporal_namespace": ambient.temporal_namespace}),
             "temporal_ui_port": str(self.ports.ui if self.has("temporal") else ambient.temporal_ui_port),
             "s3_endpoint": f"http://{LOOPBACK}:{self.ports.s3}" if self.has("s3") else ambient.s3_endpoint,
             "engines": engines if self.has("vllm") else ambient.engines,
+            "engine_host": ambient.engine_host,
+            "metrics_port": str(self.ports.metrics),
+            "sandbox_hosts": ambient.sandbox_hosts,
         }
         return self.model_copy(update={"settings": values})
 
