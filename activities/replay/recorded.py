@@ -7,6 +7,7 @@ was sampled (a row's `action` is cut short), observations from the prompt tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -20,10 +21,11 @@ from storage import queries
 from storage.objects import ObjectStore
 from storage.tables import Episode, Turn
 from workflows.config import RunConfig, model_folder
-from workflows.contracts import Action, ActionKind, Segment
+from workflows.contracts import EXTERNAL_HARNESS, SHELL_HARNESS, Action, ActionKind, Segment
 from workflows.errors import InvalidConfig
 
 if TYPE_CHECKING:
+    from activities.generation.harnesses import Harness
     from activities.generation.transcript import Template
 
 PROBES = ("a", "0 b")
@@ -48,17 +50,19 @@ class Rows:
 
 
 class Recorded:
-    """One attempt. Reads its segments when it is made; raises StorageError where one can't be read."""
+    """One attempt. Reads its segments when it is made; raises StorageError where one can't be read, and InvalidConfig
+    where what it said can't."""
 
     def __init__(self, rows: Rows, store: ObjectStore, models_dir: Path) -> None:
         self.episode = rows.episode
-        self.limits = rows.config.rollout.limits()
+        self.limits = rows.config.limits()
         self.taskset, _, self.task_id = rows.episode.task.rpartition("/")
         self._model = rows.config.model
         self._models_dir = models_dir
         segments = [(row, _segment(store, row.segment)) for row in rows.turns if row.segment is not None]
         self._segments = [segment for _, segment in segments]
-        self.turns = [_turn(row, segment) for row, segment in segments]
+        read = parse_action if self.limits.harness == SHELL_HARNESS else self._harness(self._template()).read
+        self.turns = [_turn(row, segment, read) for row, segment in segments]
 
     @property
     def commands(self) -> list[RecordedTurn]:
@@ -75,15 +79,23 @@ class Recorded:
         shown = next(((a, b) for a, b in pairwise(self._segments) if a.turn == turn), None)
         if shown is None:
             return None
-        # Brings transformers along, which only a difference is worth.
-        from activities.generation.transcript import Template
-
-        folder = model_folder(self._model, self._models_dir)
         try:
-            template = Template.load(str(folder))
+            template = self._template()
+            return observed(template, *shown, self._harness(template))
         except InvalidConfig:
             return None
-        return observed(template, *shown)
+
+    def _template(self) -> Template:
+        """Brings transformers along, which only a difference is worth, and what no shell agent said. Raises
+        InvalidConfig."""
+        from activities.generation.transcript import Template
+
+        return Template.load(str(model_folder(self._model, self._models_dir)))
+
+    def _harness(self, template: Template) -> Harness:
+        from activities.generation.harnesses import open_harness
+
+        return open_harness(self.limits.harness, template)
 
 
 def read_rows(opened: Session, episode: str) -> Rows:
@@ -94,13 +106,23 @@ def read_rows(opened: Session, episode: str) -> Rows:
         config = RunConfig.model_validate(run.config)
     except ValueError as error:
         raise InvalidConfig(f"the configuration of run {run.id} can't be read: {error}") from error
+    if config.rollout.harness == EXTERNAL_HARNESS:
+        raise InvalidConfig(
+            f"{row.id} was played by a program of its own (rollout.harness external): what it did between its calls"
+            " can't be run again"
+        )
     return Rows(row, queries.turns_of(opened, attempt=row.id), config)
 
 
-def observed(template: Template, answer: Segment, following: Segment) -> str:
+def observed(template: Template, answer: Segment, following: Segment, harness: Harness | None = None) -> str:
     """The observation between two turns: the prompt tokens of `following` as text, without the template's own part."""
     last = answer.token_ids[-1]
-    probes = [template.text(template.continuation(last, observation_message(probe))) for probe in PROBES]
+
+    def rendered(probe: str) -> str:
+        seen = harness.observe(answer.text, probe) if harness else [observation_message(probe)]
+        return template.text(template.continuation(last, seen, harness.tools if harness else ()))
+
+    probes = [rendered(probe) for probe in PROBES]
     before, after = _common(*probes), _common(*(probe[::-1] for probe in probes))
     text = template.text(following.token_ids[: following.loss_mask.index(1)])
     return text[before : len(text) - after]
@@ -115,6 +137,6 @@ def _segment(store: ObjectStore, key: str) -> Segment:
     return Segment.model_validate_json(store.get(key))
 
 
-def _turn(row: Turn, segment: Segment) -> RecordedTurn:
+def _turn(row: Turn, segment: Segment, read: Callable[[str], Action]) -> RecordedTurn:
     ending = Ending(exit_code=row.exit_code, timed_out=row.timed_out, digest=row.output_digest)
-    return RecordedTurn(turn=row.turn, action=parse_action(segment.text), ending=ending, act_s=row.act_s)
+    return RecordedTurn(turn=row.turn, action=read(segment.text), ending=ending, act_s=row.act_s)

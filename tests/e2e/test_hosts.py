@@ -152,3 +152,5 @@ def test_a_host_that_dies_in_mid_run_costs_its_episodes_an_attempt_and_the_run_e
     b.ratchet("up")
     wait_for(lambda: not b.containers() and not b.agents(), 60, lambda: str(b.agents()))
     assert not a.containers()
+    for host in (a, b):
+        assert not [name for name in ("ratchet.db", "secrets.json") if (host.home / name).exists()], "it has keys"

@@ -47,68 +47,64 @@ TEXTS = {
     "markup": "[bold red]loud[/bold red] [link=http://evil]x[/link]",
     "format": "%s %(x)s {0.__class__}",
 }
-HARMLESS = "a plain word"
 BEYOND = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 hostile = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
 
-def plant(opened: Session, text: str) -> None:
-    """A run whose task, commands, answer, evidence and reasons are all this text."""
+def plant(opened: Session) -> None:
+    """A run with a group for each text, which is its task, commands, answer, evidence and reasons."""
     rows.put_run(opened)
     rows.put_run(opened, "other")
-    task = TaskRef(taskset="shell", split=Split.TRAIN, task_id=text)
-    said = [TurnRecord(turn=0, segment="s", action=text, finish_reason=text, engine=text, exit_code=0)]
-    common = {"task": task, "why": text, "evidence": {text: text}, "turns": said, "host": text}
-    for number in range(4):
-        put_attempt(opened, f"r/g0/e{number}/a0", reward=None, stop_reason=StopReason.SANDBOX_LOST, **common)
-    put_attempt(opened, "r/g0/e4/a0", reward=1.0, **common)
     put_attempt(opened, "other/g0/e0/a0", reward=1.0)
-    closed = rows.group(0).model_copy(update={"eligible": False, "reason": text, "task_id": text, "members": []})
-    queries.put_group(opened, run="r", result=closed)
-    queries.put_task(opened, ref=task, kind=text, instruction=text)
-    queries.put_quarantine(opened, run="r", task=task, why=text, since=1.0)
+    for number, text in enumerate(TEXTS.values()):
+        task = TaskRef(taskset="shell", split=Split.TRAIN, task_id=text)
+        said = [TurnRecord(turn=0, segment="s", action=text, finish_reason=text, engine=text, exit_code=0)]
+        common = {"task": task, "why": text, "evidence": {text: text}, "turns": said, "host": text}
+        for index in range(4):
+            put_attempt(opened, f"r/g{number}/e{index}/a0", reward=None, stop_reason=StopReason.SANDBOX_LOST, **common)
+        put_attempt(opened, f"r/g{number}/e4/a0", reward=1.0, **common)
+        closed = {"eligible": False, "reason": text, "task_id": text, "members": []}
+        queries.put_group(opened, run="r", result=rows.group(number).model_copy(update=closed))
+        queries.put_task(opened, ref=task, kind=text, instruction=text)
+        queries.put_quarantine(opened, run="r", task=task, why=text, since=1.0)
 
 
-@hostile
-def test_in_sql_it_is_a_value_that_comes_back_as_it_was(database: Engine, text: str) -> None:
-    before = {name: inspect(database).get_columns(name) for name in inspect(database).get_table_names()}
+def test_in_sql_it_is_a_value_that_comes_back_as_it_was(database: Engine) -> None:
+    before = set(inspect(database).get_table_names())
     with session(database) as opened:
-        plant(opened, text)
+        plant(opened)
     with session(database) as opened:
-        row = opened.get_one(Episode, "r/g0/e4/a0")
-        assert (row.why, row.evidence, row.host, row.task) == (text, {text: text}, text, f"shell/{text}")
-        assert opened.get_one(Turn, ("r/g0/e4/a0", 0)).action == text
-        assert opened.get_one(Group, "r/g0").reason == text
-        assert opened.exec(select(func.count()).where(Episode.task == f"shell/{text}")).one() == 5
+        for number, text in enumerate(TEXTS.values()):
+            row = opened.get_one(Episode, f"r/g{number}/e4/a0")
+            assert (row.why, row.evidence, row.host, row.task) == (text, {text: text}, text, f"shell/{text}")
+            assert opened.get_one(Turn, (row.id, 0)).action == text
+            assert opened.get_one(Group, f"r/g{number}").reason == text
+            assert opened.exec(select(func.count()).where(Episode.task == f"shell/{text}")).one() == 5
+            with pytest.raises(queries.NotFound):
+                queries.run_row(opened, run=text)
         assert opened.exec(select(func.count()).where(col(Episode.run) == "other")).one() == 1
         assert {item.state for item in opened.exec(select(Run))} == {"running"}
-        with pytest.raises(queries.NotFound):
-            queries.run_row(opened, run=text)
-    after = inspect(database)
-    assert {name for name in before} == set(after.get_table_names())
+    assert set(inspect(database).get_table_names()) == before
 
 
-@hostile
-def test_on_the_page_it_is_words_and_runs_and_asks_for_nothing(database: Engine, text: str) -> None:
+def test_on_the_page_it_is_words_and_runs_and_asks_for_nothing(database: Engine) -> None:
     with session(database) as opened:
-        plant(opened, text)
+        plant(opened)
         page = Page(written := render_html(build_report(opened, "r")))
     assert (page.scripts, page.handlers, page.asks, page.open) == (0, [], [], [])
-    assert "{{" not in text or "{{ 7 * 7 }}" in written, "no template reads it"
+    assert "{{ 7 * 7 }}" in written, "no template reads it"
 
 
-@hostile
-def test_in_a_terminal_it_is_words_and_commands_nothing(home: Path, database: Engine, text: str) -> None:
+def test_in_a_terminal_it_is_words_and_commands_nothing(home: Path, database: Engine) -> None:
     with session(database) as opened:
-        plant(opened, text)
-    shown = [ratchet("report", "r"), ratchet("report", "r", "--check", code=1), ratchet("lineage", "r")]
-    shown += [ratchet("lineage", "--episode", "r/g0/e4/a0")]
+        plant(opened)
+    shown = [ratchet("report", "r", "--check", code=1), ratchet("lineage", "r")]
+    shown += [ratchet("lineage", "--episode", f"r/g{number}/e4/a0") for number in range(len(TEXTS))]
     for result in shown:
-        assert not BEYOND.search(result.stdout.replace("\t", " ")), result.stdout
-        assert not BEYOND.search(result.stderr.replace("\t", " ")), result.stderr
-    said = "".join(shown[0].stdout.split())
-    if "[bold red]" in text:
-        assert "[boldred]loud" in said, "a terminal reads no markup of it"
+        for text in (result.stdout, result.stderr):
+            found = BEYOND.search(text)
+            assert found is None, repr(text[max(0, found.start() - 200) : found.end() + 60])
+    assert "[boldred]loud" in "".join(shown[0].stdout.split()), "a terminal reads no markup of it"
 
 
 @hostile

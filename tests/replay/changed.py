@@ -13,10 +13,11 @@ with workflow.unsafe.imports_passed_through():
     from workflows.contracts import (
         EpisodeInput,
         EpisodeSummary,
-        EvaluationInput,
         EvaluationResult,
         GroupInput,
         GroupResult,
+        HostInput,
+        HostStatus,
         JanitorInput,
         RunStatus,
         SweepInput,
@@ -28,6 +29,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.group import Group
     from workflows.janitor import Janitor
     from workflows.run_state import Carry
+    from workflows.sandbox_host import SandboxHost
     from workflows.training_run import TrainingRun
 
 
@@ -63,7 +65,7 @@ class ChangedGroup(Group):
 @workflow.defn(name="Evaluation")
 class ChangedEvaluation(Evaluation):
     @workflow.run
-    async def run(self, input: EvaluationInput) -> EvaluationResult:
+    async def run(self, input: Any = None) -> EvaluationResult:
         await one_activity_more()
         return await super().run(input)
 
@@ -76,6 +78,14 @@ class ChangedJanitor(Janitor):
         return await super().run(limits)
 
 
+@workflow.defn(name="SandboxHost")
+class ChangedSandboxHost(SandboxHost):
+    @workflow.run
+    async def run(self, input: HostInput) -> HostStatus:
+        await one_activity_more()
+        return await super().run(input)
+
+
 @workflow.defn(name="TrainingRun")
 class ChangedTrainingRun(TrainingRun):
     @workflow.run
@@ -84,4 +94,11 @@ class ChangedTrainingRun(TrainingRun):
         return await super().run(config, carry)
 
 
-ALL: list[type[Any]] = [ChangedTrainingRun, ChangedGroup, ChangedEpisode, ChangedEvaluation, ChangedJanitor]
+ALL: list[type[Any]] = [
+    ChangedTrainingRun,
+    ChangedGroup,
+    ChangedEpisode,
+    ChangedEvaluation,
+    ChangedJanitor,
+    ChangedSandboxHost,
+]

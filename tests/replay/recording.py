@@ -19,7 +19,16 @@ from tests.workflows.conftest import workers
 from tests.workflows.fakes import ANSWER, COMMAND, MALFORMED, World, final
 from tests.workflows.runs import run_json
 from tests.workflows.test_episode import group_of_two, limits
-from workflows.contracts import EpisodeInput, EpisodeKind, FailureType, Queue, Split, TaskRef
+from workflows.contracts import (
+    EpisodeInput,
+    EpisodeKind,
+    FailureType,
+    HostInput,
+    Queue,
+    Split,
+    TaskRef,
+    sandbox_queue,
+)
 
 TASK = TaskRef(taskset="shell", split=Split.TRAIN, task_id="count-0001")
 SECONDS = 30
@@ -164,10 +173,35 @@ async def training(client: Client, world: World, run: str) -> dict[str, Executio
     }
 
 
+async def evaluated(client: Client, world: World, run: str) -> dict[str, Execution]:
+    """An evaluation that somebody starts; its weights change once, and one attempt is played again."""
+
+    async def change(message: Any) -> None:
+        if message.attempt_id.endswith("/e0/a0"):
+            world.version = 8
+
+    world.hold = change
+    handle = await client.start_workflow("Evaluation", {"run": "past"}, id=run, task_queue=Queue.EPISODES)
+    await ended(handle)
+    return {"evaluation-asked": (run, None)}
+
+
 async def overlapping(client: Client, world: World, run: str) -> dict[str, Execution]:
     config = run_json(mode="async", training={"steps": 2}, evaluation={"tasks": 0})
     await ended(await start_run(client, config, run))
     return {"training-run-async": (run, None)}
+
+
+async def drawn(client: Client, world: World, run: str) -> dict[str, Execution]:
+    """By difficulty; and an operator adds a task while the first groups play."""
+    world.gate = asyncio.Event()
+    config = run_json(training={"steps": 1}, evaluation={"tasks": 0}, sampling={"by": "difficulty"})
+    handle = await start_run(client, config, run)
+    await seen(world, "generate", 4)
+    await handle.execute_update("add_tasks", {"tasks": ["count-0009"]})
+    world.gate.set()
+    await ended(handle)
+    return {"training-run-drawn": (run, None)}
 
 
 async def stopped(client: Client, world: World, run: str) -> dict[str, Execution]:
@@ -195,6 +229,22 @@ async def swept(client: Client, world: World, run: str) -> dict[str, Execution]:
     return {"janitor": (run, None)}
 
 
+async def elsewhere(client: Client, world: World, run: str) -> dict[str, Execution]:
+    """A sandbox that any of several hosts may give, and that lives on one."""
+    message = episode(run)
+    message = message.model_copy(update={"limits": message.limits.model_copy(update={"sandboxes": Queue.SANDBOXES})})
+    world.sandbox_queue = sandbox_queue("h")
+    handle = await client.start_workflow("Episode", message, id=message.attempt_id, task_queue=Queue.EPISODES)
+    await ended(handle)
+    return {"episode-elsewhere": (handle.id, None)}
+
+
+async def asked(client: Client, world: World, run: str) -> dict[str, Execution]:
+    handle = await client.start_workflow("SandboxHost", HostInput(host="h", drain=True), id=run, task_queue="control")
+    await ended(handle)
+    return {"sandbox-host": (run, None)}
+
+
 def failing(activity: str, failure: FailureType) -> Callable[[str, Any], None]:
     def fail(name: str, message: Any) -> None:
         if name == activity:
@@ -217,10 +267,14 @@ SCENES: tuple[Scene, ...] = (
     spared,
     oversampled,
     training,
+    evaluated,
     overlapping,
+    drawn,
     stopped,
     refused,
     swept,
+    elsewhere,
+    asked,
 )
 
 

@@ -26,11 +26,22 @@ FOLDER = Path(__file__).parent / "histories"
 LONGEST_S = 30
 HISTORIES = sorted(FOLDER.glob("*/*.json"))
 PATHS = {
-    "TrainingRun": {"continued-as-new", "finished", "async", "cancelled", "refused", "oversampled"},
+    "TrainingRun": {"continued-as-new", "finished", "async", "cancelled", "refused", "oversampled", "drawn"},
     "Group": {"replacement", "short", "cancelled", "spare-sibling", "surplus"},
-    "Episode": {"success", "max-turns", "malformed", "reminded", "lost-sandbox", "no-sandbox", "cancelled", "surplus"},
-    "Evaluation": {""},
+    "Episode": {
+        "success",
+        "max-turns",
+        "malformed",
+        "reminded",
+        "lost-sandbox",
+        "no-sandbox",
+        "cancelled",
+        "surplus",
+        "elsewhere",
+    },
+    "Evaluation": {"evaluation", "asked"},
     "Janitor": {""},
+    "SandboxHost": {""},
 }
 """What must be recorded of each workflow, as the ends of the files' names."""
 

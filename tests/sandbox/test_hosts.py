@@ -25,6 +25,7 @@ from tests.sandbox.test_activities import Tasks
 from tests.sandbox.test_pool import eventually
 from tests.workflows.conftest import temporal, unique
 from workers.sandbox_host import HostKeeper, acquiring
+from workers.temporal import plugin
 from workflows import policies
 from workflows.contracts import AcquireInput, AcquireOutput, HostInput, HostStatus, Queue, Split, TaskRef, sandbox_queue
 from workflows.errors import SandboxError
@@ -180,7 +181,10 @@ async def two(temporal: Client, docker_host: str, tmp_path: Path) -> AsyncIterat
     async with AsyncExitStack() as stack:
         runner = UnsandboxedWorkflowRunner()
         play = Worker(temporal, task_queue=made.run, build_id="tests", workflows=[Acquires], workflow_runner=runner)
-        for worker in (play, made.a.worker(temporal), made.b.worker(temporal)):
+        address = temporal.service_client.config.target_host
+        # As hosts do, each has a client of its own: the SDK lets one client poll a queue once.
+        own = [await Client.connect(address, plugins=[plugin()]) for _ in range(2)]
+        for worker in (play, made.a.worker(own[0]), made.b.worker(own[1])):
             await stack.enter_async_context(worker)
         yield made
         for task in made.asked:
