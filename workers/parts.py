@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def methods(instance: object) -> list[Callable[..., Any]]:
-    """The activities among an object's methods."""
-    found = inspect.getmembers(instance, inspect.ismethod)
-    return [method for _, method in found if hasattr(method, "__temporal_activity_definition")]
+    """The activities among an object's own methods, which one of another object that it keeps is not."""
+    found = [method for _, method in inspect.getmembers(instance, inspect.ismethod) if method.__self__ is instance]
+    return [method for method in found if hasattr(method, "__temporal_activity_definition")]
 
 
 def object_store(settings: Settings) -> ObjectStore:
