@@ -6,6 +6,8 @@ Small keyword-only functions over one open session. Called by the lineage activi
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -165,8 +167,8 @@ def scores_of(opened: Session, *, evaluation_id: str, version: int) -> dict[str,
             Episode.group_id == evaluation_id,
             Episode.kind == EpisodeKind.EVALUATION,
             col(Episode.outcome).in_(VALID),
-            or_(col(Episode.min_version).is_(None), Episode.min_version == version),
-            or_(col(Episode.max_version).is_(None), Episode.max_version == version),
+            or_(col(Episode.min_version).is_(None), col(Episode.min_version) == version),
+            or_(col(Episode.max_version).is_(None), col(Episode.max_version) == version),
         )
         .order_by(Episode.episode_id, col(Episode.attempt))
     ).all()
@@ -269,13 +271,16 @@ def stale(row: ServedEvaluation, now: Now | None, newest: ServedEvaluation | Non
 
 def command(run: str, *, version: int | None = None, workflow_id: str = "") -> str:
     """The command that makes another evaluation."""
-    wanted = f'{{"run": "{run}"' + (f', "version": {version}' if version is not None else "") + "}"
-    name = workflow_id or f"{run}-eval-1"
-    return f"temporal workflow start --task-queue episodes --type Evaluation --workflow-id {name} --input '{wanted}'"
+    wanted = json.dumps({"run": run} | ({} if version is None else {"version": version}))
+    name = shlex.quote(workflow_id or f"{run}/eval-1")
+    return (
+        f"temporal workflow start --task-queue episodes --type Evaluation --workflow-id {name}"
+        f" --input {shlex.quote(wanted)}"
+    )
 
 
 def another(opened: Session, *, run: str, version: int | None = None) -> str:
     """`command` with an id that is not taken."""
     taken = {row.workflow for row in evaluations(opened, run=run)}
-    number = next(number for number in range(1, len(taken) + 2) if f"{run}-eval-{number}" not in taken)
-    return command(run, version=version, workflow_id=f"{run}-eval-{number}")
+    number = next(number for number in range(1, len(taken) + 2) if f"{run}/eval-{number}" not in taken)
+    return command(run, version=version, workflow_id=f"{run}/eval-{number}")

@@ -144,7 +144,8 @@ def _difference(
 def sign_test(better: int, worse: int) -> float:
     """Two-sided exact p-value that so uneven a split comes from a fair coin; 1.0 without a difference."""
     count, fewer = better + worse, min(better, worse)
-    return min(1.0, 2 * sum(math.comb(count, number) for number in range(fewer + 1)) / 2**count)
+    tail = sum(math.comb(count, number) for number in range(fewer + 1))
+    return min(1.0, 2 * tail / (1 << count))
 
 
 def student_quantile(probability: float, freedom: int) -> float:

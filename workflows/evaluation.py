@@ -1,82 +1,395 @@
-"""Evaluation: held-out tasks under one policy version.
+"""Evaluation: held-out tasks under one policy version, on engines that all serve it alike.
 
-Owns the mean that a run reports as its held-out reward. Runs its episodes a bounded number at a time, replaces what
-infrastructure broke, and writes its row before it returns. The run makes no update meanwhile, so the version is one.
+Owns the result of an evaluation. A run starts one as its child; `temporal workflow start --type Evaluation` or a
+schedule starts one of any published version, with the dict of workflows/evaluation_request.py. It asks the engines what
+they serve, before the first episode and after the last, and refuses a result where they differ, or where the weights
+are not the same in the end. Episodes are pinned to the version: one whose tokens are of another does not count, the
+engines are brought back, and it is played again. What infrastructure broke is replaced; a bounded number of episodes
+goes on at once; the row is written before it returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError, FailureError, is_cancelled_exception
+from temporalio.workflow import ActivityHandle
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
     from workflows.attempts import play
-    from workflows.attributes import POLICY_VERSION, REWARD
+    from workflows.attributes import POLICY_VERSION, REWARD, RUN
     from workflows.contracts import (
+        ApplyInput,
+        ApplyOutput,
+        CloseEvaluationInput,
+        EngineInfo,
         EpisodeInput,
         EpisodeKind,
         EpisodeSummary,
         EvaluationInput,
         EvaluationRecord,
         EvaluationResult,
+        EvaluationState,
+        FailureType,
+        FingerprintInput,
+        FingerprintOutput,
+        LeaseEnginesInput,
+        LeaseEnginesOutput,
+        Measured,
+        OpenEvaluationInput,
+        QuantizedInput,
+        RecordedEvaluation,
+        ServeInput,
+        ServeOutput,
+        StopReason,
         TaskRef,
         derive_seed,
+        engine_queue,
+        fingerprint_digest,
     )
+    from workflows.evaluation_request import EvaluationRequest, parse_evaluation
+    from workflows.failures import failure_type, sentence
 
 MAX_ATTEMPTS = 4
+"""Attempts at one episode that infrastructure may take."""
+MAX_REDONE = 3
+"""Attempts at one episode that may turn out to be of other weights."""
+FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
+"""Between questions whether the engines are free."""
+MOST_WAIT = timedelta(hours=24)
+"""How long a run may have the engines before the evaluation gives up."""
+PIN = replace(policies.APPLY, schedule_to_close=timedelta(minutes=10))
+SERVE = replace(policies.SERVE, schedule_to_close=timedelta(minutes=30))
+
+
+class Refused(Exception):
+    """Its episodes do not make a result: internal, never crosses the workflow."""
 
 
 @workflow.defn(name="Evaluation")
 class Evaluation:
-    @workflow.run
-    async def run(self, input: EvaluationInput) -> EvaluationResult:
-        self._input = input
-        self._slots = asyncio.Semaphore(input.concurrency)
+    def __init__(self) -> None:
         self._done = 0
-        self._total = len(input.tasks) * input.samples_per_task
+        self._redone = 0
+        self._pins = 0
+        """How often the engines were brought back to the version."""
+        self._pinning = asyncio.Lock()
+
+    @workflow.run
+    async def run(self, input: Any = None) -> EvaluationResult:
+        """`input`: an EvaluationInput of a run, or the request of a person as a dict."""
+        asked = _read(input)
+        if isinstance(asked, EvaluationRequest):
+            return await self._alone(asked)
+        self._input = asked
+        return await (self._measure() if asked.engines else self._unpinned())
+
+    # --- one that was asked for -----------------------------------------------------------------------------------
+
+    async def _alone(self, request: EvaluationRequest) -> EvaluationResult:
+        """Raises ApplicationError where there is no result, with the reason."""
+        try:
+            await self._open(request)
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            raise ApplicationError(sentence(error), type=failure_type(error), non_retryable=True) from error
+        workflow.upsert_search_attributes([RUN.value_set(self._input.run)])
+        try:
+            if await self._lease():
+                # The run that had the engines has newer versions now, and may have removed the one that was newest.
+                await self._open(request)
+            if not self._input.quantization:
+                await self._serve()
+            result = await self._measure(pin=True)
+        except (asyncio.CancelledError, FailureError) as error:
+            cancelled = is_cancelled_exception(error)
+            reason = "cancelled by request" if cancelled else sentence(error)
+            await self._close(EvaluationState.CANCELLED if cancelled else EvaluationState.FAILED, reason)
+            if cancelled:
+                raise
+            raise ApplicationError(reason, type=failure_type(error), non_retryable=True) from error
+        await self._close(EvaluationState.REFUSED if result.refused else EvaluationState.FINISHED, result.refused)
+        if result.refused:
+            raise ApplicationError(result.refused, type=FailureType.EVALUATION, non_retryable=True)
+        return result
+
+    async def _open(self, request: EvaluationRequest) -> None:
+        info = workflow.info()
+        self._input = await policies.call(
+            "open_evaluation",
+            OpenEvaluationInput(
+                workflow_id=info.workflow_id,
+                execution=info.first_execution_run_id,
+                request=request.model_dump(mode="json"),
+            ),
+            EvaluationInput,
+            policies.CHECK,
+            summary="check run, weights, taskset, engines",
+        )
+
+    async def _lease(self) -> bool:
+        """Have the engines for itself: weights change under a run that goes on. Whether it had to wait."""
+        began, pause = workflow.now(), FIRST_WAIT
+        while True:
+            out = await policies.call(
+                "lease_engines",
+                LeaseEnginesInput(run=workflow.info().workflow_id),
+                LeaseEnginesOutput,
+                policies.LINEAGE,
+                summary="lease the engines",
+            )
+            if not out.held_by:
+                return pause > FIRST_WAIT
+            if workflow.now() - began > MOST_WAIT:
+                raise ApplicationError(
+                    f"the engines were not free within {MOST_WAIT}: {out.held_by!r} holds them",
+                    type=FailureType.ENGINE,
+                    non_retryable=True,
+                )
+            workflow.set_current_details(f"waiting for the engines, which {out.held_by!r} holds")
+            await workflow.sleep(pause)
+            pause = min(2 * pause, LONGEST_WAIT)
+
+    async def _serve(self) -> None:
+        """Engines that do not come up are left out, as long as one does."""
+        input = self._input
+        workflow.set_current_details(f"{len(input.engines)} engine(s) start on {input.model}")
+        serving = [
+            policies.start(
+                "serve",
+                ServeInput(
+                    run=input.run,
+                    engine=engine,
+                    model=input.model,
+                    context_length=input.limits.context_length,
+                    dtype=input.dtype,
+                ),
+                ServeOutput,
+                SERVE,
+                summary=f"{engine.name} serves {input.model}",
+                queue=engine_queue(engine.host),
+            )
+            for engine in input.engines
+        ]
+        whys = _whys(input.engines, await asyncio.gather(*serving, return_exceptions=True))
+        up = [engine for engine, why in zip(input.engines, whys, strict=True) if not why]
+        if not up:
+            raise ApplicationError(f"no engine serves: {'; '.join(whys)}", type=FailureType.ENGINE, non_retryable=True)
+        self._input = input.model_copy(update={"engines": up})
+
+    async def _close(self, state: EvaluationState, reason: str) -> None:
+        """Write the end, free the engines. They were the evaluation's alone, so that this must not fail."""
+        await policies.call(
+            "close_evaluation",
+            CloseEvaluationInput(workflow_id=workflow.info().workflow_id, state=state, reason=reason),
+            type(None),
+            policies.LINEAGE,
+            summary=state,
+        )
+
+    # --- on pinned engines ----------------------------------------------------------------------------------------
+
+    async def _measure(self, *, pin: bool = False) -> EvaluationResult:
+        """The result, or one that says why it is refused. `pin`: bring the engines to the version first."""
+        started_at = workflow.now().timestamp()
+        seen = FingerprintOutput()
+        try:
+            if pin:
+                await self._pin()
+            seen = await self._fingerprint("before the first episode")
+            rewards = await self._play_all()
+            _unchanged(seen, await self._fingerprint("after the last episode"))
+            result = self._result(rewards).model_copy(update={"fingerprint": fingerprint_digest(seen.fields)})
+        except Refused as error:
+            input = self._input
+            result = EvaluationResult(version=input.version, episodes=0, mean_reward=0.0, refused=str(error))
+            workflow.set_current_details(f"refused: {error}")
+        return await self._record(result.model_copy(update={"redone": self._redone}), seen, started_at)
+
+    async def _fingerprint(self, when: str) -> FingerprintOutput:
+        """What serves. Raises Refused where engines differ, or none carries the version."""
+        input = self._input
+        message = FingerprintInput(
+            run=input.run,
+            version=input.version,
+            manifest=input.manifest,
+            model=input.model,
+            tasks=input.tasks,
+            limits=input.limits,
+            engines=input.engines,
+        )
+        try:
+            out = await policies.call(
+                "fingerprint", message, FingerprintOutput, policies.CHECK, summary=f"what serves {when}"
+            )
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            raise Refused(f"{when}: {sentence(error)}") from error
+        if out.refused:
+            raise Refused(out.refused)
+        return out
+
+    async def _pin(self) -> None:
+        """Bring the version to every engine; one that serves it is only asked. Raises Refused where none can."""
+        input = self._input
+        workflow.set_current_details(f"version {input.version} goes to {len(input.engines)} engine(s)")
+        loads = [self._load(engine) for engine in input.engines]
+        whys = _whys(input.engines, await asyncio.gather(*loads, return_exceptions=True))
+        if all(whys):
+            raise Refused(f"no engine serves version {input.version}: {'; '.join(whys)}")
+
+    def _load(self, engine: EngineInfo) -> ActivityHandle[ApplyOutput]:
+        input, queue = self._input, engine_queue(engine.host)
+        where: dict[str, Any] = {
+            "run": input.run,
+            "engine": engine,
+            "version": input.version,
+            "manifest": input.manifest,
+        }
+        if not input.quantization:
+            load, summary = ApplyInput(**where, kv=input.limits.kv), f"version {input.version} on {engine.name}"
+            return policies.start("apply", load, ApplyOutput, PIN, summary=summary, queue=queue)
+        message = QuantizedInput(
+            **where,
+            model=input.model,
+            context_length=input.limits.context_length,
+            dtype=input.dtype,
+            method=input.quantization,
+        )
+        summary = f"version {input.version} in {input.quantization} on {engine.name}"
+        return policies.start("serve_quantized", message, ApplyOutput, SERVE, summary=summary, queue=queue)
+
+    async def _pin_again(self, seen: int) -> None:
+        """`_pin`, once for all that noticed the same change. `seen`: `_pins` when the attempt began."""
+        async with self._pinning:
+            if self._pins == seen:
+                await self._pin()
+                # Afterwards: what begins before the engines are back has seen the same change.
+                self._pins += 1
+
+    async def _record(self, result: EvaluationResult, seen: FingerprintOutput, started_at: float) -> EvaluationResult:
+        input = self._input
+        measured = Measured(
+            evaluation_id=input.evaluation_id,
+            workflow_id=workflow.info().workflow_id,
+            in_run=not input.name,
+            state=EvaluationState.REFUSED if result.refused else EvaluationState.FINISHED,
+            reason=result.refused,
+            model=input.model,
+            taskset=input.tasks[0].taskset if input.tasks else "",
+            tasks=len(input.tasks),
+            samples_per_task=input.samples_per_task,
+            seed=input.seed,
+            manifest=input.manifest,
+            fields=seen.fields,
+            engines=seen.engines,
+            left_out=seen.left_out,
+            redone=result.redone,
+            started_at=started_at,
+        )
+        recorded = await policies.call_optional(
+            "record_evaluation",
+            EvaluationRecord(run=input.run, result=result, measured=measured),
+            RecordedEvaluation,
+            policies.LINEAGE,
+            summary=_summary(result),
+        )
+        if result.refused:
+            return result
+        _show(result)
+        return result.model_copy(update={"low": recorded.low, "high": recorded.high}) if recorded else result
+
+    # --- as histories have it that are older than fingerprints ----------------------------------------------------
+
+    async def _unpinned(self) -> EvaluationResult:
+        result = self._result(await self._play_all())
+        await policies.call(
+            "record_evaluation",
+            EvaluationRecord(run=self._input.run, result=result),
+            type(None),
+            policies.LINEAGE,
+            summary=_summary(result),
+        )
+        _show(result)
+        return result
+
+    # --- the episodes ---------------------------------------------------------------------------------------------
+
+    async def _play_all(self) -> dict[str, list[float]]:
+        """Rewards by kind of task. Raises Refused."""
+        input = self._input
+        self._slots = asyncio.Semaphore(input.concurrency)
         episodes = [
-            self._episode(index * input.samples_per_task + sample, task)
+            asyncio.ensure_future(self._episode(index * input.samples_per_task + sample, task))
             for index, task in enumerate(input.tasks)
             for sample in range(input.samples_per_task)
         ]
         rewards: dict[str, list[float]] = defaultdict(list)
-        for kind, reward in await asyncio.gather(*episodes):
-            if reward is not None:
-                rewards[kind].append(reward)
+        try:
+            for kind, reward in await asyncio.gather(*episodes):
+                if reward is not None:
+                    rewards[kind].append(reward)
+        except Refused:
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
+            raise
+        return rewards
+
+    def _result(self, rewards: dict[str, list[float]]) -> EvaluationResult:
         flat = [reward for kind in rewards.values() for reward in kind]
-        result = EvaluationResult(
-            version=input.version,
+        return EvaluationResult(
+            version=self._input.version,
             episodes=len(flat),
             mean_reward=sum(flat) / len(flat) if flat else 0.0,
             by_kind={kind: sum(values) / len(values) for kind, values in sorted(rewards.items())},
             excluded=self._total - len(flat),
         )
-        await policies.call(
-            "record_evaluation",
-            EvaluationRecord(run=input.run, result=result),
-            type(None),
-            policies.LINEAGE,
-            summary=f"version {input.version}: mean reward {result.mean_reward:.3f} over {result.episodes}",
-        )
-        workflow.upsert_search_attributes(
-            [POLICY_VERSION.value_set(input.version), REWARD.value_set(result.mean_reward)]
-        )
-        return result
+
+    @property
+    def _total(self) -> int:
+        return len(self._input.tasks) * self._input.samples_per_task
 
     async def _episode(self, index: int, task: TaskRef) -> tuple[str, float | None]:
-        """(kind of task, reward) of one held-out episode; no reward when infrastructure took all its attempts."""
+        """(kind of task, reward) of one held-out episode; no reward when infrastructure took all its attempts.
+
+        Raises Refused where its attempts keep being of other weights."""
         kind = task.task_id.rsplit("-", 1)[0]
+        lost = foreign = 0
         async with self._slots:
-            for attempt in range(MAX_ATTEMPTS):
-                summary = await self._attempt(index, attempt, task)
-                if summary.valid:
+            while lost < MAX_ATTEMPTS:
+                pins = self._pins
+                summary = await self._attempt(index, lost + foreign, task)
+                if summary.valid and self._is_of_the_version(summary):
                     self._progress()
                     return kind, summary.reward
+                if summary.valid:
+                    foreign += 1
+                    self._redone += 1
+                    if foreign > MAX_REDONE:
+                        raise Refused(
+                            f"weights change under it: {foreign} attempts at {self._input.evaluation_id}/e{index} are"
+                            f" of versions {summary.min_version} to {summary.max_version}, not {self._input.version}"
+                        )
+                else:
+                    lost += 1
+                if self._input.engines and (summary.valid or summary.stop_reason is StopReason.ENGINE_LOST):
+                    await self._pin_again(pins)
         self._progress()
         return kind, None
+
+    def _is_of_the_version(self, summary: EpisodeSummary) -> bool:
+        """True of one without a token, too, and of all where nothing is pinned."""
+        versions = {summary.min_version, summary.max_version} - {None}
+        return not self._input.engines or versions <= {self._input.version}
 
     async def _attempt(self, index: int, attempt: int, task: TaskRef) -> EpisodeSummary:
         input = self._input
@@ -91,9 +404,60 @@ class Evaluation:
             limits=input.limits,
             seed=derive_seed(input.seed, "evaluation", index),
             priority=-1,
+            pinned_version=input.version if input.engines else None,
         )
         return await play(episode)
 
     def _progress(self) -> None:
         self._done += 1
-        workflow.set_current_details(f"version {self._input.version}: {self._done} of {self._total} episodes")
+        again = f", {self._redone} attempts of other weights played again" if self._redone else ""
+        workflow.set_current_details(f"version {self._input.version}: {self._done} of {self._total} episodes{again}")
+
+
+def _read(raw: Any) -> EvaluationInput | EvaluationRequest:
+    """Raises ApplicationError naming the fields that are wrong."""
+    if isinstance(raw, EvaluationInput):
+        return raw
+    try:
+        if isinstance(raw, dict) and isinstance(raw.get("tasks"), list):
+            return EvaluationInput.model_validate(raw)
+        return parse_evaluation(raw)
+    except ValueError as error:
+        raise ApplicationError(str(error), type=FailureType.INVALID_CONFIG, non_retryable=True) from None
+
+
+def _whys(engines: list[EngineInfo], ended: list[Any]) -> list[str]:
+    """Why each engine did not do what it was asked to; empty where it did. Raises a cancellation, and our own bugs."""
+    whys = []
+    for engine, end in zip(engines, ended, strict=True):
+        if isinstance(end, BaseException):
+            if not isinstance(end, ActivityError) or is_cancelled_exception(end):
+                raise end
+            whys.append(f"{engine.name}: {sentence(end)}")
+        elif isinstance(end, ApplyOutput) and not end.proven:
+            whys.append(f"{engine.name}: {end.why}")
+        else:
+            whys.append("")
+    return whys
+
+
+def _unchanged(before: FingerprintOutput, after: FingerprintOutput) -> None:
+    """Raises Refused with what changed."""
+    names = sorted(before.fields.keys() | after.fields.keys())
+    changed = [name for name in names if before.fields.get(name) != after.fields.get(name)]
+    if changed:
+        what = ", ".join(f"{name} {before.fields.get(name)} -> {after.fields.get(name)}" for name in changed)
+        raise Refused(f"what serves changed while it was evaluated: {what}")
+    for engine, parameters in after.engines.items():
+        if before.engines.get(engine, parameters) != parameters:
+            raise Refused(f"{engine} holds other parameters than before the first episode")
+
+
+def _summary(result: EvaluationResult) -> str:
+    if result.refused:
+        return f"version {result.version}: refused: {result.refused}"
+    return f"version {result.version}: mean reward {result.mean_reward:.3f} over {result.episodes}"
+
+
+def _show(result: EvaluationResult) -> None:
+    workflow.upsert_search_attributes([POLICY_VERSION.value_set(result.version), REWARD.value_set(result.mean_reward)])

@@ -119,7 +119,7 @@ class FingerprintActivities:
         tasks = [self._open_taskset(ref.taskset).load(ref.task_id) for ref in message.tasks]
         return {
             **model_facts(Path(message.model)),
-            "harness": _digest(_sources()),
+            "harness_digest": _digest(_sources()),
             "taskset": ", ".join(sorted({ref.taskset for ref in message.tasks})),
             "taskset_digest": taskset_digest(message.tasks, tasks),
             **sampling_facts(message.limits),

@@ -66,9 +66,18 @@ class Seat:
     def fresh(self) -> bool:
         return time.monotonic() - self._seen < FRESH_S
 
-    def serves(self, run: str) -> bool:
+    def serves(self, run: str, version: int | None = None) -> bool:
+        """Whether it serves proven weights of the run, and of this version where one is asked for."""
         policy = parse_policy_label(self.label)
-        return policy is not None and policy[0] == run and policy[2] and not self.label.endswith(CLOSING)
+        if policy is None or policy[0] != run or not policy[2] or self.label.endswith(CLOSING):
+            return False
+        return version is None or policy[1] == version
+
+    @property
+    def settled(self) -> bool:
+        """Whether it serves proven weights, whosever they are: nobody has to wait for what becomes of it."""
+        policy = parse_policy_label(self.label)
+        return policy is not None and policy[2] and not self.label.endswith(CLOSING)
 
     def describe(self) -> str:
         return self._fault or f"{self.client.info.name} carries {self.label!r}"
@@ -102,8 +111,8 @@ class Door:
     def room(self) -> bool:
         return self.in_flight < self.limit
 
-    def serves(self, run: str) -> bool:
-        return any(seat.serves(run) for seat in self.seats)
+    def serves(self, run: str, version: int | None = None) -> bool:
+        return any(seat.serves(run, version) for seat in self.seats)
 
     def carries(self, run: str, version: int) -> bool:
         """Whether it serves the version still, so that what it cached of it is there."""

@@ -37,13 +37,16 @@ from workflows.errors import InvalidConfig
 from workflows.evaluation_request import EvaluationRequest
 
 Result = TypeVar("Result")
+MOST_EPISODES = 4096
+"""Each is a child of the evaluation and takes up to nine events; Temporal ends a workflow at 51,200."""
 DEFAULT_TASKS = 48
 """Where neither the request nor the run's configuration says how many."""
 
 
 class EvaluationActivities:
     """`models_dir` holds the bootstrapped policies by name; `engines` are those of all hosts; `namespace` names the one
-    that evaluations are started in."""
+    that evaluations are started in; `sandboxes` is the queue of hosts that have them, empty where the episodes' own
+    worker does."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class EvaluationActivities:
         models_dir: Path,
         open_taskset: Callable[[str], Taskset],
         namespace: Callable[[], Awaitable[str]] | None = None,
+        sandboxes: str = "",
         now: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
@@ -62,6 +66,7 @@ class EvaluationActivities:
         self._models_dir = models_dir
         self._open_taskset = open_taskset
         self._ask_namespace = namespace
+        self._sandboxes = sandboxes
         self._now = now
 
     async def _write(self, work: Callable[[Session], Result]) -> Result:
@@ -117,9 +122,15 @@ class EvaluationActivities:
         version, manifest = self._version(opened, run, request, weights, mistakes)
         taskset = request.taskset or config.taskset
         tasks = request.tasks or config.evaluation.tasks or DEFAULT_TASKS
-        limits = _limits(config, request)
+        limits = _limits(config, request).model_copy(update={"sandboxes": self._sandboxes})
         model = self._model(config, limits, mistakes)
         self._tasks(taskset, tasks, mistakes)
+        samples = request.samples_per_task or config.evaluation.samples_per_task
+        if tasks * samples > MOST_EPISODES:
+            mistakes.append(
+                f"samples_per_task: {tasks} tasks x {samples} are more than the {MOST_EPISODES} episodes that one"
+                " workflow's history has room for: take fewer, or several evaluations of other seeds"
+            )
         name = _name(message.workflow_id, run, mistakes)
         if not self._engines:
             mistakes.append("engines: none is configured; start the stack with `ratchet up --engines 1`")
@@ -139,7 +150,7 @@ class EvaluationActivities:
             version=version,
             model=str(model),
             tasks=self._pick(opened, taskset, seed, tasks),
-            samples_per_task=request.samples_per_task or config.evaluation.samples_per_task,
+            samples_per_task=samples,
             concurrency=request.concurrency or config.max_concurrent_episodes,
             limits=limits,
             seed=seed,

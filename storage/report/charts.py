@@ -15,6 +15,8 @@ from markupsafe import Markup, escape
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 48
 MOST_LABELS = 8
+BESIDE = 9
+"""Between error bars that have one x."""
 
 Point = tuple[float, float]
 Words = Callable[[float], str]
@@ -137,6 +139,61 @@ def _dots(frame: _Frame, line: Line, words: Words) -> list[str]:
             f'<text class="value" x="{at_x:.1f}" y="{above:.1f}" text-anchor="{anchor}">{escape(words(y))}</text>'
         )
     return parts
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with what it may as well be, at `x`. `low` and `high` are None where that is not known."""
+
+    x: float
+    value: float
+    low: float | None
+    high: float | None
+    name: str
+
+
+def error_bars(
+    series: Sequence[tuple[str, str, Sequence[Estimate]]],
+    *,
+    words: Words,
+    x_name: str,
+    y_range: Point | None = None,
+) -> Markup:
+    """Dots with whiskers; `series` are (name, style, estimates), which stand side by side where they have one x. Empty
+    where there is none."""
+    drawn = [item for _, _, items in series for item in items]
+    if not drawn:
+        return Markup("")
+    values = [value for item in drawn for value in (item.value, item.low, item.high) if value is not None]
+    low, high = min(item.x for item in drawn), max(item.x for item in drawn)
+    margin = 0.06 * (high - low) or 0.5
+    frame = _Frame(low - margin, high + margin, *_range(values, y_range, log=False))
+    ticks = sorted({item.x for item in drawn})
+    every = math.ceil(len(ticks) / MOST_LABELS)
+    labels = [(frame.x(tick), f"{tick:g}") for index, tick in enumerate(ticks) if index % every == 0]
+    parts = [_axes(frame, words, x_name, labels)]
+    for index, (name, style, items) in enumerate(series):
+        beside = BESIDE * (index - (len(series) - 1) / 2)
+        parts += [_whisker(frame, item, name, style, beside, words, x_name) for item in items]
+    return _svg(parts, ", ".join(name for name, _, _ in series))
+
+
+def _whisker(
+    frame: _Frame, item: Estimate, name: str, style: str, beside: float, words: Words, x_name: str
+) -> str:
+    x, y, told = frame.x(item.x) + beside, frame.y(item.value), words(item.value)
+    line = ""
+    if item.low is not None and item.high is not None:
+        low, high = frame.y(item.low), frame.y(item.high)
+        told += f", 95 % interval {words(item.low)} to {words(item.high)}"
+        for points in (
+            f"{x:.1f},{low:.1f} {x:.1f},{high:.1f}",
+            f"{x - 5:.1f},{low:.1f} {x + 5:.1f},{low:.1f}",
+            f"{x - 5:.1f},{high:.1f} {x + 5:.1f},{high:.1f}",
+        ):
+            line += f'<polyline class="{style}" points="{points}"/>'
+    title = f"<title>{escape(f'{item.name or name}, {x_name} {item.x:g}: {told}')}</title>"
+    return f'{line}<circle class="{style} big" cx="{x:.1f}" cy="{y:.1f}" r="6">{title}</circle>'
 
 
 def stacked(

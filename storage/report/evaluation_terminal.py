@@ -85,7 +85,7 @@ def _line(console: Console, name: str, value: str, *, style: str = "") -> None:
 
 def _tasks(item: MeasuredPart) -> Table:
     count = len(item.task_scores)
-    title = "Tasks" if count <= WORST_TASKS else f"The {WORST_TASKS} worst of {count} tasks; --json has all"
+    title = "Tasks" if count <= WORST_TASKS else f"The {WORST_TASKS} worst of {count} tasks"
     table = _table(title, "task", "samples", "passed", "mean reward")
     for task in item.task_scores[:WORST_TASKS]:
         cells = (str(task.samples), str(task.passed), words.reward(task.mean_reward))
@@ -94,7 +94,7 @@ def _tasks(item: MeasuredPart) -> Table:
 
 
 def _fingerprint(item: MeasuredPart) -> Table:
-    table = _bare(f"Fingerprint {item.fingerprint}; without the weights {item.settings}")
+    table = _bare(f"Fingerprint {item.fingerprint}")
     table.add_column("field", no_wrap=True)
     table.add_column("value", overflow="fold")
     changed = {change.field: change.after for change in item.stale}
@@ -130,7 +130,7 @@ def render_comparison(part: ComparedEvaluationsPart, console: Console) -> None:
         _line(console, "served", "alike in every field")
     if part.tasks:
         count = len(part.tasks)
-        more = f"; the first {DIFFERING_TASKS} of {count}" if count > DIFFERING_TASKS else ""
+        more = f", {DIFFERING_TASKS} of {count}" if count > DIFFERING_TASKS else ""
         table = _table(f"Tasks that differ{more}", "task", "first", "second")
         for task in part.tasks[:DIFFERING_TASKS]:
             table.add_row(Text(one_line(task.task)), words.reward(task.first), words.reward(task.second))

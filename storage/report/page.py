@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from storage.report import charts, words
+from storage.report import charts, taskset_views, words
 from storage.report.html import templates
 from storage.report.model import TIME_PARTS, Report
+from storage.report.taskset import TasksetStepPart
 from workflows.contracts import Outcome
 
 OUTCOME_STYLES = {
@@ -18,6 +20,8 @@ OUTCOME_STYLES = {
     Outcome.UNKNOWN: "odd",
     Outcome.SURPLUS: "s5",
 }
+MOST_KINDS = 4
+"""Ways to serve that a chart tells apart, the newest."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Headline:
 
 def render_html(report: Report) -> str:
     """The page."""
-    made = (_rewards, _waiting, _last, _outcomes, _age, _mismatch)
+    made = (_rewards, _held_out, _waiting, _last, _outcomes, _age, _mismatch, _tasks, _draws)
     figures = [item for item in (make(report) for make in made) if item.svg]
     return (
         templates()
@@ -51,6 +55,7 @@ def render_html(report: Report) -> str:
             figures=figures,
             outcome_styles=OUTCOME_STYLES,
             time_parts=TIME_PARTS,
+            views=taskset_views,
         )
     )
 
@@ -116,6 +121,29 @@ def _rewards(report: Report) -> Figure:
         " shown by the version that ended them; held-out tasks are what counts.",
         charts.lines(series, words=lambda value: f"{value:.2f}", x_name="step (version)", y_range=(0.0, 1.0)),
         [(line.style, line.name) for line in series if line.points],
+    )
+
+
+def _held_out(report: Report) -> Figure:
+    """Every result with its interval; one colour for each way to serve."""
+    results = [item for item in report.evaluation.measured if item.counts]
+    kinds = list(dict.fromkeys(item.settings for item in results))[-MOST_KINDS:]
+    series = []
+    for index, settings in enumerate(kinds):
+        alike = [item for item in results if item.settings == settings]
+        name = f"{alike[0].fields.get('dtype', '')} ({settings[:6]})" + (", stale" if alike[-1].stale else "")
+        estimates = [
+            charts.Estimate(item.version, item.reward.mean, item.reward.low, item.reward.high, item.id)
+            for item in alike
+            if item.reward is not None
+        ]
+        series.append((name, f"s{index}", estimates))
+    return Figure(
+        "Held-out reward and how sure it is",
+        "Bars are 95 % intervals over tasks: where two overlap much, more tasks or samples have to decide. One colour"
+        " for each way in which the engines served; names in brackets are digests of it.",
+        charts.error_bars(series, words=lambda value: f"{value:.2f}", x_name="version", y_range=(0.0, 1.0)),
+        [(style, name) for name, style, _ in series],
     )
 
 
@@ -209,6 +237,48 @@ def _age(report: Report) -> Figure:
         ),
         [("total", "oldest token"), *((part.style, part.name) for part in parts)],
     )
+
+
+def _tasks(report: Report) -> Figure:
+    return _pools(
+        report,
+        "Taskset health: tasks by pool",
+        "Once the groups that ended under a version had closed. What is hard or learning still teaches.",
+        lambda step: {name: float(count) for name, count in step.tasks.items()},
+        lambda value: f"{value:g}",
+    )
+
+
+def _draws(report: Report) -> Figure:
+    def shares(step: TasksetStepPart) -> dict[str, float]:
+        total = sum(step.episodes.values())
+        return {name: count / total for name, count in step.episodes.items()}
+
+    return _pools(
+        report,
+        "Taskset health: what the episodes went to",
+        "Share of a version's valid episodes, by the pool that their task was in when it came.",
+        shares,
+        words.share,
+    )
+
+
+def _pools(
+    report: Report,
+    title: str,
+    note: str,
+    values: Callable[[TasksetStepPart], dict[str, float]],
+    shown: Callable[[float], str],
+) -> Figure:
+    steps = report.taskset_health.steps
+    found = [values(step) for step in steps]
+    parts = [
+        charts.Bars(name, style, [step[name] for step in found])
+        for name, style in taskset_views.STYLES.items()
+        if any(step[name] for step in found)
+    ]
+    svg = charts.stacked([str(step.version) for step in steps], parts, words=shown, x_name="policy version")
+    return Figure(title, note, svg, [(part.style, part.name) for part in parts])
 
 
 def _mismatch(report: Report) -> Figure:

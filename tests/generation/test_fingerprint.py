@@ -84,7 +84,7 @@ async def test_a_fingerprint_is_what_the_engines_say_and_what_they_are_sent(engi
     out = await engines.ask()
     assert (out.fields["engine"], out.fields["dtype"]) == ("vllm", "float32")
     assert out.fields["temperature"] == 0.8 and out.fields["context_length"] == 64 and out.fields["taskset"] == "shell"
-    for name in ("weights", "harness", "chat_template", "tokenizer", "taskset_digest"):
+    for name in ("weights", "harness_digest", "chat_template", "tokenizer", "taskset_digest"):
         assert len(str(out.fields[name])) == 16, name
     assert out.engines.keys() == {"local-e0", "local-e1"} and len(set(out.engines.values())) == 1
     with session(engines.database) as opened:

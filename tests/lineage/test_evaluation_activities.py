@@ -131,6 +131,10 @@ async def test_a_request_may_name_weights_and_how_they_are_sampled_and_served(ev
         ({"manifest": "runs/x/manifest.json"}, "manifest: there is no runs/x/manifest.json in the object store"),
         ({"run": "past", "taskset": "nothing"}, "taskset: no taskset 'nothing'"),
         ({"run": "past", "tasks": 1000}, "tasks: 1000, but the taskset has "),
+        (
+            {"run": "past", "tasks": 100, "samples_per_task": 64},
+            "samples_per_task: 100 tasks x 64 are more than the 4096",
+        ),
         ({"run": "past", "serving": {"context_length": 999}}, "serving.context_length: 999 is above the model's 512"),
         ({"run": "past", "sampling": {"max_tokens_per_turn": 400}}, "sampling.max_tokens_per_turn: must be below"),
     ],
@@ -147,7 +151,9 @@ async def test_a_mistake_that_only_the_world_knows_names_its_field(
 
 async def test_all_mistakes_come_at_once(evaluation: EvaluationActivities) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        await evaluation.open_evaluation(opening({"run": "past", "version": 3, "tasks": 1000}, "a/b"))
+        await evaluation.open_evaluation(
+            opening({"run": "past", "version": 3, "tasks": 1000, "samples_per_task": 1}, "a/b")
+        )
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["version", "tasks", "workflow id"]
 

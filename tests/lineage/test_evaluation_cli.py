@@ -20,7 +20,7 @@ def test_a_run_is_told_by_its_newest_result_with_all_others(home: Path, make_run
     assert "shell-demo/eval-v15  version 15, finished" in said
     assert "95 % interval" in said and "Wilson score, one sample per task; 48 tasks" in said
     assert "attention_backend" in said and "CPU_ATTN" in said
-    assert "temporal workflow start --task-queue episodes --type Evaluation --workflow-id shell-demo-eval-1" in said
+    assert "temporal workflow start --task-queue episodes --type Evaluation --workflow-id shell-demo/eval-1" in said
 
 
 def test_one_is_found_by_its_id_and_by_its_workflow_and_json_has_all_of_it(

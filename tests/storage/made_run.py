@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sqlmodel import Session, SQLModel
 
-from storage import queries
+from storage import evaluations, queries
 from storage.tables import (
     Batch,
     BatchMember,
@@ -19,12 +19,26 @@ from storage.tables import (
     PolicyVersion,
     Publication,
     Run,
+    ServedEvaluation,
     Task,
     Turn,
 )
+from workflows.contracts import Fact, fingerprint_digest, settings_of
 
 START = 1_790_000_000.0
 KINDS = ("count", "find", "sort", "edit")
+ENGINE_FACTS: dict[str, Fact] = {
+    "engine": "vllm",
+    "engine_version": "0.32.0",
+    "device": "cpu, AVX2",
+    "dtype": "float32",
+    "quantization": "none",
+    "kv_cache_dtype": "float32",
+    "attention_backend": "CPU_ATTN",
+    "prefix_caching": True,
+    "max_model_len": 384,
+}
+OWN_FACTS: dict[str, Fact] = {"chat_template": "c0ffee", "taskset_digest": "7a5c", "temperature": 0.8, "top_p": 1.0}
 CONFIG = {"model": "tiny", "taskset": "shell", "training": {"steps": 15}, "rollout": {"max_off_policy_steps": 1}}
 
 
@@ -306,3 +320,36 @@ class MadeRun:
                 ended_at=START + 40 + 21 * version,
             )
         )
+        self.measure(f"{self.run}/eval-v{version}", version, mean)
+
+    def measure(self, evaluation_id: str, version: int, share: float, **changes: Fact) -> None:
+        """A result of 48 tasks with one sample each on both engines, `changes` in its fingerprint."""
+        in_run = evaluation_id.rpartition("/")[2].startswith("eval-v")
+        at, passing = START + 35 + 21 * version + (0 if in_run else 600), round(48 * share)
+        facts = ENGINE_FACTS | {name: value for name, value in changes.items() if name in ENGINE_FACTS}
+        fields = {**facts, **OWN_FACTS, **changes, "weights": f"{version:02d}" * 8}
+        tasks = {f"shell/{KINDS[number % 4]}-{500 + number}": int(number < passing) for number in range(48)}
+        self.opened.add(
+            ServedEvaluation(
+                id=evaluation_id,
+                run=self.run,
+                version=version,
+                workflow=evaluation_id,
+                in_run=in_run,
+                state="finished",
+                taskset="shell",
+                tasks=48,
+                fields=fields,
+                fingerprint=fingerprint_digest(fields),
+                settings=fingerprint_digest(settings_of(fields)),
+                engines={"local-e0": "d1", "local-e1": "d1"},
+                scores={task: {"rewards": [float(passed)], "passed": passed} for task, passed in tasks.items()},
+                excluded=1,
+                started_at=at,
+                ended_at=at + 5,
+            )
+        )
+        for engine in ("local-e0", "local-e1"):
+            evaluations.put_serving(
+                self.opened, run=self.run, version=version, engine=engine, facts=facts, seen_at=at + 1
+            )

@@ -6,11 +6,11 @@ from typing import Any
 
 from sqlmodel import Session
 
-from storage import queries
-from storage.tables import Batch, EngineLoad, Run
+from storage import evaluations, queries
+from storage.tables import Batch, EngineLoad, Run, ServedEvaluation
 from tests.storage import rows
-from tests.storage.made_run import START
-from workflows.contracts import EpisodeRecord, Outcome, StopReason, TurnRecord
+from tests.storage.made_run import ENGINE_FACTS, START
+from workflows.contracts import EpisodeRecord, Fact, Outcome, StopReason, TurnRecord
 
 RUN = "shell-demo"
 
@@ -81,8 +81,14 @@ def dead_host(opened: Session) -> list[str]:
             "SandboxLost: the daemon of host box-b went away" if number % 2 else "SandboxLost: sandbox 7 lives on box-b"
         )
         task = rows.TASK.model_copy(update={"task_id": f"count-{number}"})
-        put_attempt(opened, f"{RUN}/g900/e{number}/a0", reward=None, why=why, task=task, ended_at=START + 380.0)
-    return ["worst outage", "16 attempts", "after the start", "sandbox at box-b (16)"]
+        attempt = f"{RUN}/g900/e{number}/a0"
+        put_attempt(opened, attempt, reward=None, why=why, task=task, ended_at=START + 380.0, host="box-b")
+    for host, ended_at in (("box-a", 390.0), ("box-b", 300.0)):
+        put_attempt(opened, f"{RUN}/g901/{host}/a0", reward=1.0, host=host, ended_at=START + ended_at)
+    named = (
+        f"dead hosts 1, at most 0 (environment.dead_hosts): box-b lost its last 16 attempts, such as {RUN}/g900/e9/a0"
+    )
+    return ["worst outage", "16 attempts", "after the start", "sandbox at box-b (16)", named]
 
 
 def dead_engine(opened: Session) -> list[str]:
@@ -117,12 +123,45 @@ def old_cache(opened: Session) -> list[str]:
     return ["tokens from an old cache after a load 16"]
 
 
+def changed_fingerprint(opened: Session) -> list[str]:
+    """The engines were started anew, with another vLLM and in another dtype."""
+    for engine in ("local-e0", "local-e1"):
+        _serves(opened, engine, dtype="bfloat16", kv_cache_dtype="bfloat16", engine_version="0.33.0")
+    changed = ["dtype float32 -> bfloat16", "engine_version 0.32.0 -> 0.33.0"]
+    return ["the result of version 15 is stale", *changed, f"--workflow-id {RUN}/eval-1 --input"]
+
+
+def engines_apart(opened: Session) -> list[str]:
+    _serves(opened, "local-e1", quantization="fp8")
+    return ["serves it otherwise than", "quantization", "fp8"]
+
+
+def refused_evaluation(opened: Session) -> list[str]:
+    """The last evaluation that was asked for found its weights changed."""
+    why = "weights change under it: 4 attempts are of versions 16 to 16, not 15"
+    opened.add(
+        ServedEvaluation(
+            id=f"{RUN}/nightly",
+            run=RUN,
+            version=15,
+            workflow="nightly",
+            in_run=False,
+            state="refused",
+            reason=why,
+            started_at=START + 5000,
+            ended_at=START + 5010,
+        )
+    )
+    return [f"{RUN}/nightly was refused", why, "--type Evaluation"]
+
+
 TROUBLES = {
     "batch readiness": [slow_group],
     "policy freshness": [stale_data, dropped_as_stale],
     "numeric alignment": [broken_numerics, stopped_by_numerics],
     "environment reliability": [flaky_task, losing_task, quarantined_task, dead_host, dead_engine],
     "weight publication": [unproven_engine, engine_behind, old_cache],
+    "evaluation": [changed_fingerprint, engines_apart, refused_evaluation],
 }
 """By the question under which each is named."""
 
@@ -138,6 +177,12 @@ def _counted() -> list[TurnRecord]:
     """A command and an answer."""
     command = TurnRecord(turn=0, segment="s0", action="wc -l < notes.txt", exit_code=0, output_digest="d" * 64)
     return [command, TurnRecord(turn=1, segment="s1", action="Answer: 12")]
+
+
+def _serves(opened: Session, engine: str, **changes: Fact) -> None:
+    """What an engine is seen to serve of version 15, long after its evaluation."""
+    facts = ENGINE_FACTS | changes
+    evaluations.put_serving(opened, run=RUN, version=15, engine=engine, facts=facts, seen_at=START + 9000)
 
 
 def _batch(opened: Session, step: int) -> Batch:

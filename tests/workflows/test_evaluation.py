@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -115,10 +114,12 @@ async def test_it_waits_for_the_engines_of_a_run_that_goes_on_and_says_for_whom(
     await eventually(lambda: world.calls["lease_engines"])
     await asyncio.sleep(0.3)
     details = await handle.query("__temporal_workflow_metadata")
-    assert "'busy'" in json.dumps(details, default=str)
+    assert "busy" in str(details)
     assert not world.calls["serve"]
+    assert len(world.calls["open_evaluation"]) == 1
     world.held_by = ""
     await handle.result()
+    assert len(world.calls["open_evaluation"]) == 2, "the run has newer versions by now"
 
 
 async def test_a_cancelled_one_frees_the_engines(temporal: Client, world: World) -> None:
@@ -166,7 +167,8 @@ async def test_weights_that_change_in_the_middle_are_brought_back_and_the_episod
     world.hold = change
     result = await (await ask(temporal, REQUEST)).result()
     assert (result.episodes, result.excluded) == (4, 0) and result.redone >= 1
-    assert [message.version for message in world.calls["apply"]] == [7, 7]
+    loads = [message.version for message in world.calls["apply"]]
+    assert len(loads) > 1 and set(loads) == {7}
     counted = [
         record
         for record in world.calls["record_episode"]
@@ -183,7 +185,9 @@ async def test_weights_that_change_again_and_again_make_no_result(temporal: Clie
         world.version = 8
 
     world.hold = change
-    failure, message = await message_of(await ask(temporal, REQUEST))
+    handle = await ask(temporal, REQUEST)
+    await eventually(lambda: world.calls["close_evaluation"])
+    failure, message = await message_of(handle)
     assert failure == FailureType.EVALUATION
     assert "weights change under it: 4 attempts at past/" in message and "are of versions 8 to 8, not 7" in message
     (recorded,) = world.calls["record_evaluation"]

@@ -15,11 +15,24 @@ class Queue(StrEnum):
     """Group, Episode and Evaluation workflows with their generate, act, verify and release activities."""
     TRAINING = "training"
     """The update and the publication: one slot per trainer."""
+    SANDBOXES = "sandboxes"
+    """Where sandboxes have hosts of their own: whichever has room takes the next acquire."""
 
 
 def engine_queue(host: str) -> str:
     """The queue on which the engines of `host` are told to serve and to load weights."""
     return f"engine@{host}"
+
+
+def sandbox_queue(host: str) -> str:
+    """The queue of all that has to go to a sandbox which lives on `host`."""
+    return f"sandbox@{host}"
+
+
+SHELL_HARNESS = "shell"
+TOOLS_HARNESS = "tools"
+EXTERNAL_HARNESS = "external"
+"""Names of `rollout.harness`; any other is `module:factory` of one's own (docs/harnesses.md)."""
 
 
 class Outcome(StrEnum):
@@ -95,6 +108,8 @@ class FailureType(StrEnum):
     """An older attempt tried to commit after a newer one had begun."""
     NO_TASKS = "NoTasksLeft"
     """All train tasks are in quarantine."""
+    EVALUATION = "EvaluationRefused"
+    """An evaluation would have mixed what is not one."""
 
 
 class RunState(StrEnum):
