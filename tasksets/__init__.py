@@ -16,7 +16,7 @@ from tasksets.shell import ShellTaskset
 from workflows.contracts import Split, TaskRef
 from workflows.errors import InvalidConfig
 
-__all__ = ["Task", "Taskset", "open_taskset", "pick"]
+__all__ = ["Task", "Taskset", "first_cycle", "open_taskset", "pick"]
 
 _BY_NAME = {ShellTaskset.name: ShellTaskset}
 
@@ -40,16 +40,31 @@ def pick(taskset: Taskset, split: Split, seed: int, cursor: int, count: int) -> 
     Each cycle holds every task once. Its rounds take one task of every kind that has one left, so `count` tasks in a
     row are as balanced over kinds as the taskset allows. Raises InvalidConfig for a split without tasks.
     """
-    kinds: dict[str, list[str]] = {}
-    for task_id in taskset.ids(split):
-        kinds.setdefault(taskset.load(task_id).kind, []).append(task_id)
+    kinds = _by_kind(taskset, split)
     size = sum(map(len, kinds.values()))
     if not size:
         raise InvalidConfig(f"the taskset {taskset.name} has no {split} tasks")
     cycles = range(cursor // size, (cursor + count - 1) // size + 1)
-    order = [task_id for cycle in cycles for task_id in _cycle(kinds, random.Random(f"{seed}/{split}/{cycle}"))]
+    order = [task_id for cycle in cycles for task_id in _cycle(kinds, _dice(seed, split, cycle))]
     start = cursor - cycles.start * size
     return [TaskRef(taskset=taskset.name, split=split, task_id=task_id) for task_id in order[start : start + count]]
+
+
+def first_cycle(taskset: Taskset, split: Split, seed: int) -> list[str]:
+    """Ids of all tasks of the split in the order in which `pick` meets them first; none for an empty one."""
+    kinds = _by_kind(taskset, split)
+    return _cycle(kinds, _dice(seed, split, 0)) if kinds else []
+
+
+def _by_kind(taskset: Taskset, split: Split) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for task_id in taskset.ids(split):
+        kinds.setdefault(taskset.load(task_id).kind, []).append(task_id)
+    return kinds
+
+
+def _dice(seed: int, split: Split, cycle: int) -> random.Random:
+    return random.Random(f"{seed}/{split}/{cycle}")
 
 
 def _cycle(kinds: dict[str, list[str]], rng: random.Random) -> list[str]:

@@ -13,6 +13,10 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workflows.contracts import (
+    EXTERNAL_HARNESS,
+    SHELL_HARNESS,
+    TOOLS_HARNESS,
+    AgentProgram,
     Baseline,
     Correction,
     InFlight,
@@ -84,6 +88,15 @@ class RolloutConfig(Section):
     replay_on_loss: bool = Field(
         False, description="Replay a lost sandbox's journal into a fresh one and go on if the outputs agree."
     )
+    harness: str = Field(
+        SHELL_HARNESS,
+        pattern=rf"^({SHELL_HARNESS}|{TOOLS_HARNESS}|{EXTERNAL_HARNESS}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="How the agent plays: shell (fenced commands), tools (a bash tool in the model's own syntax),"
+        " external (the program of rollout.agent), or module:factory of one's own; docs/harnesses.md.",
+    )
+    agent: AgentProgram | None = Field(
+        None, description="harness external: the program, which talks to an OpenAI-compatible endpoint of its own."
+    )
     failure_reward: float = Field(0.0, description="Reward of endings that are the agent's fault and are not graded.")
     max_off_policy_steps: int = Field(1, ge=0, le=16, description="async: versions a batch may lag.")
     min_off_policy_steps: int | None = Field(
@@ -116,6 +129,12 @@ class RolloutConfig(Section):
             raise ValueError("training needs min_p = 0: the engine's probabilities would not be the trainer's")
         return value
 
+    @model_validator(mode="after")
+    def _program(self) -> RolloutConfig:
+        if (self.harness == EXTERNAL_HARNESS) != (self.agent is not None):
+            raise ValueError("rollout.harness external and rollout.agent, the program, need each other")
+        return self
+
     @property
     def siblings(self) -> int:
         """Episodes that a group starts with."""
@@ -124,6 +143,43 @@ class RolloutConfig(Section):
     def limits(self) -> RolloutLimits:
         own = RolloutLimits.model_fields.keys() & type(self).model_fields.keys()
         return RolloutLimits(**{name: getattr(self, name) for name in own})
+
+
+class SamplingConfig(Section):
+    """Which task comes next. A task's pass rate is (passes + 1) / (episodes + 2) of its latest valid episodes."""
+
+    by: Literal["order", "difficulty"] = Field(
+        "order",
+        description="order: every task once per cycle, reshuffled by the seed; difficulty: by the pools that the tasks'"
+        " pass rates put them in, as often as the weights below say.",
+    )
+    window: int = Field(
+        32, ge=2, le=1024, description="Latest valid episodes of a task, in whole groups, that its pass rate is of."
+    )
+    unsolvable_below: float = Field(0.06, gt=0, lt=1, description="Pass rate below which a task is unsolvable.")
+    hard_below: float = Field(0.25, gt=0, lt=1, description="Pass rate below which a task is hard.")
+    saturated_from: float = Field(0.9, gt=0, lt=1, description="Pass rate from which on a task is saturated.")
+    unseen_weight: float = Field(1.0, gt=0, le=1000, description="How often an unseen task comes, beside the others.")
+    unsolvable_weight: float = Field(0.05, gt=0, le=1000, description="The same of an unsolvable task.")
+    hard_weight: float = Field(0.5, gt=0, le=1000, description="The same of a hard task.")
+    learning_weight: float = Field(1.0, gt=0, le=1000, description="The same of a task between hard and saturated.")
+    saturated_weight: float = Field(0.05, gt=0, le=1000, description="The same of a saturated task.")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> SamplingConfig:
+        if not self.unsolvable_below < self.hard_below < self.saturated_from:
+            raise ValueError("unsolvable_below must be below hard_below, and that below saturated_from")
+        lowest, highest = 1 / (self.window + 2), (self.window + 1) / (self.window + 2)
+        if lowest >= self.unsolvable_below or highest < self.saturated_from:
+            raise ValueError(
+                f"window {self.window} is too short for its limits: pass rates go from {lowest:.3f} to"
+                f" {highest:.3f}, so that no task could be unsolvable or none saturated"
+            )
+        return self
+
+    def weight_of(self, difficulty: str) -> float:
+        """The weight of the pool of that name."""
+        return float(getattr(self, f"{difficulty}_weight"))
 
 
 class TrainingConfig(Section):
@@ -233,6 +289,18 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0, description="Updates between evaluations; 0: only the first and the last.")
 
 
+class SandboxConfig(Section):
+    """How the sandboxes of the run are kept in."""
+
+    runtime: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.-]*$",
+        description="Container runtime, by the name that the hosts' Docker has for it, as runsc for gVisor; empty: its"
+        " own. A host without it refuses.",
+    )
+
+
 class PublicationConfig(Section):
     """How new weights are kept, and how engines take them."""
 
@@ -292,8 +360,10 @@ class RunConfig(Section):
         " machine); colocated (engines on the trainer's own machine, which take turns with it; sync mode only).",
     )
     rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     publication: PublicationConfig = PublicationConfig()
 
     @model_validator(mode="after")
@@ -341,7 +411,7 @@ class RunConfig(Section):
 
     def limits(self) -> RolloutLimits:
         """What one episode of this run may use."""
-        return self.rollout.limits().model_copy(update={"kv": self.publication.kv})
+        return self.rollout.limits().model_copy(update={"kv": self.publication.kv, "runtime": self.sandbox.runtime})
 
     @property
     def capacity(self) -> int:

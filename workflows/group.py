@@ -180,6 +180,7 @@ class Group:
             "started_at": self._started_at,
             "closed_at": workflow.now().timestamp(),
             "first_sibling_at": self._first_sibling_at,
+            "draw": self._input.draw,
         }
         return result.model_copy(update=counted)
 

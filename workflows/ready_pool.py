@@ -86,9 +86,10 @@ class ReadyPool(BaseModel):
         slots = (rules.max_episodes - going) // rules.siblings
         if at_most is not None:
             slots = min(slots, at_most - len(self.in_flight))
-        return max(0, min(slots, self._wanted(rules)))
+        return max(0, min(slots, self.wanted(rules)))
 
-    def _wanted(self, rules: PoolRules) -> int:
+    def wanted(self, rules: PoolRules) -> int:
+        """Groups that the trainer will have use for, beside those that there are; sync mode: the rest of the wave."""
         if self.wave:
             return self.wave
         if rules.waves and self.in_flight:
@@ -101,7 +102,7 @@ class ReadyPool(BaseModel):
     def admit(self, rules: PoolRules) -> int:
         """The number of the next group."""
         if rules.waves:
-            self.wave = self._wanted(rules) - 1
+            self.wave = self.wanted(rules) - 1
         number = self.next_number
         self.next_number += 1
         self.in_flight.append(number)
@@ -205,7 +206,7 @@ class ReadyPool(BaseModel):
 
     def collects(self, rules: PoolRules) -> bool:
         """Whether the next batch is in the making: something is in flight, waits, or may start now."""
-        return bool(self.live or self.ready) or self._wanted(rules) > 0
+        return bool(self.live or self.ready) or self.wanted(rules) > 0
 
     def mark(self, rules: PoolRules, now: float) -> None:
         """Note since when a batch is complete; to be called after every change."""
