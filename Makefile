@@ -11,13 +11,14 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo chaos test machines check down clean
+.PHONY: help setup demo chaos test machines check down clean audit
 
 help:
 	@echo "make setup                         the virtual environment and Docker"
 	@echo "make demo [MODEL=tiny|smollm2] [SEED=0]   a whole training run on this machine"
 	@echo "make check                         lint, format, types, layers"
 	@echo "make test                          all tests"
+	@echo "make audit                         known vulnerabilities of the packages in use; needs the network"
 	@echo "make machines                      the tests of Harbor and Terminal-Bench tasks, and the exploit drills"
 	@echo "make chaos                         a run that is hit every few seconds, for 20 minutes"
 	@echo "make down                          stop the stack"
@@ -42,6 +43,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Fails where the database can't be asked: a package that nobody looked at is not called sound.
+audit: $(INSTALLED)
+	$(BIN)/pip-audit --strict --skip-editable --progress-spinner off
 
 # Two processes share the parts' own tests; then a real stack has the machine to itself.
 test: setup
