@@ -83,12 +83,12 @@ async def test_a_machine_reaches_its_service_and_the_verifier_asks_it_what_the_a
 ) -> None:
     async with ground.playing(task) as attempt:
         assert await attempt.out(ask("/")) == "plum" == await attempt.out(ask("/", host="shop"))
-        assert not (await attempt.verdict()).passed
         assert await attempt.oracle() == ""
-        verdict = await attempt.verdict(first=4)
+        verdict = await attempt.verdict()
         assert (verdict.passed, verdict.tampered) == (True, False), verdict.detail
     async with ground.playing(task) as another:
         assert await another.out(ask("/")) == "plum"
+        assert not (await another.verdict()).passed
 
 
 async def test_a_service_of_its_own_image_has_the_walls_of_a_machine(
@@ -118,7 +118,7 @@ async def test_a_service_with_nothing_to_run_or_with_volumes_is_named(
     for dockerfile, why in (
         (DOCKERFILE.replace('CMD [ "python3", "/srv/server.py" ]', "CMD []"), "says what it runs"),
         (f"{DOCKERFILE}VOLUME /srv\n", "keeps /srv in volumes"),
-        (DOCKERFILE.replace("/srv/server.py", "/srv/nothing.py"), "the service web: it does not get healthy"),
+        (DOCKERFILE.replace('"/srv/server.py"', '"/srv/nothing.py"'), "the service web: it does not get healthy"),
     ):
         changes = {"docker-compose.yaml": COMPOSE, "web/Dockerfile": dockerfile, "web/server.py": SERVER}
         odd = terminal_bench(tmp_path, **changes)
