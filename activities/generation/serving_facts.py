@@ -36,7 +36,7 @@ def serving_facts(model_runner: Any) -> dict[str, str | int | float | bool]:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     scheduler, compilation, speculative = config.scheduler_config, config.compilation_config, config.speculative_config
     dtype = _plain(model.dtype)
-    return {
+    facts: dict[str, Any] = {
         "engine": "vllm",
         "engine_version": vllm.__version__,
         "torch_version": torch.__version__,
@@ -64,6 +64,15 @@ def serving_facts(model_runner: Any) -> dict[str, str | int | float | bool]:
         "speculative_decoding": str(speculative.method) if speculative is not None else "none",
         "lora": config.lora_config is not None,
     }
+    return {name: _exact(value) for name, value in facts.items()}
+
+
+def _exact(value: Any) -> str | int | float | bool:
+    """Of a built-in type itself: vLLM's core can't send a subclass, as torch's own version is, and its sending thread
+    ends with the attempt."""
+    if isinstance(value, bool | int | float):
+        return value if type(value) in (bool, int, float) else float(value)
+    return str(value)
 
 
 def _plain(dtype: Any) -> str:
