@@ -71,7 +71,7 @@ async def _ask(settings: Settings, hosts: Sequence[str], drain: bool | None) -> 
 
     async def one(host: str) -> HostStatus | str:
         try:
-            return await client.execute_workflow(
+            status: HostStatus = await client.execute_workflow(
                 "SandboxHost",
                 HostInput(host=host, drain=drain),
                 id=f"sandbox-host/{host}/{uuid.uuid4().hex[:8]}",
@@ -80,6 +80,7 @@ async def _ask(settings: Settings, hosts: Sequence[str], drain: bool | None) -> 
                 execution_timeout=PATIENCE,
                 static_summary=f"{host}: " + {True: "drain", False: "take sandboxes", None: "how it stands"}[drain],
             )
+            return status
         except WorkflowFailureError as error:
             return f"silent: {sentence(error.cause)}" if error.cause else "silent"
         except RPCError as error:

@@ -1,9 +1,11 @@
 """The attempt's sandbox as the Episode workflow uses it: acquire, act, verify, release, and what becomes of a loss.
 
-Owns the lease, the journal and the times. Promises: a lost sandbox ends the attempt as the table says, unless the run
-has `replay_on_loss`; then the attempt gets a fresh sandbox of the same image, its journal is replayed into it, and the
-call that met the loss is made there, but only if every command ended as before. Replays cost the agent none of its time
-and are bounded. Called by Episode.
+Owns the lease, the journal and the times. Where sandboxes have hosts of their own, any host with room answers `acquire`
+and all else goes to the queue of the host in the lease; one that takes nothing up for a while is dead, which is the
+loss of the sandbox, and its name is in the reason. Promises: a lost sandbox ends the attempt as the table says, unless
+the run has `replay_on_loss`; then the attempt gets a fresh sandbox of the same image, its journal is replayed into it,
+and the call that met the loss is made there, but only if every command ended as before. Replays cost the agent none of
+its time and are bounded. Called by Episode.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, TimeoutError, TimeoutType
 
 from workflows import policies
 from workflows.attributes import shorten
@@ -23,6 +25,7 @@ from workflows.contracts import (
     ActOutput,
     EpisodeInput,
     JournalEntry,
+    Message,
     ReleaseInput,
     ReplayOutput,
     SandboxLease,
@@ -36,6 +39,7 @@ from workflows.outcome import Boundary
 from workflows.transcript import Transcript
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", bound=Message)
 
 MOST_REPLAYS = 2
 """Sandboxes that one attempt may lose and go on."""
@@ -57,6 +61,8 @@ class AttemptSandbox:
         self._grading_s = 0.0
         """What the task's own verifier may take, beside what any may."""
         self.queue_s = 0.0
+        self._host_gone = False
+        """Whether the lease's host took up nothing any more."""
         self.evidence: dict[str, str] = {}
         """What was measured on whose doing the last call's end was; empty for most."""
 
@@ -68,13 +74,18 @@ class AttemptSandbox:
             attempt_id=self._input.attempt_id,
             task=self._input.task,
             generation=self.replays,
+            runtime=self._input.limits.runtime,
         )
+        anywhere = self._input.limits.sandboxes
+        policy = policies.PLACE if anywhere else policies.ACQUIRE
         summary = f"{'fresh ' if self.replays else ''}sandbox for {self._input.task.task_id}"
         try:
-            out = await policies.call("acquire", message, AcquireOutput, policies.ACQUIRE, summary=summary)
+            out = await policies.call(
+                "acquire", message, AcquireOutput, policy, summary=summary, queue=anywhere or None
+            )
         except ActivityError as error:
             raise self._noted(ended_by(error, Boundary.SANDBOX)) from error
-        self.lease, self._grading_s = out.lease, out.grading_s
+        self.lease, self._grading_s, self._host_gone = out.lease, out.grading_s, False
         self.boot_s += out.timing.run_s
         self.queue_s += out.timing.queue_s
 
@@ -94,7 +105,7 @@ class AttemptSandbox:
         policy, summary = policies.SANDBOX.lasting(timeout_s), f"turn {turn}: {shorten(command)}"
         out = await self._surviving(
             Boundary.SANDBOX,
-            lambda lease: policies.call("act", message(lease), ActOutput, policy, summary=summary),
+            lambda lease: _there(lease, "act", message(lease), ActOutput, policy, summary),
         )
         self.evidence = out.evidence
         self.command_s += out.command_s
@@ -111,7 +122,7 @@ class AttemptSandbox:
         policy = policies.VERIFY.lasting(self._grading_s)
         out = await self._surviving(
             Boundary.VERIFIER,
-            lambda lease: policies.call("verify", message(lease), VerifyOutput, policy, summary=summary),
+            lambda lease: _there(lease, "verify", message(lease), VerifyOutput, policy, summary),
         )
         self.evidence = out.evidence or self.evidence
         self.verify_s += out.timing.run_s
@@ -119,10 +130,17 @@ class AttemptSandbox:
         return out
 
     async def release(self) -> None:
-        """Runs on every way out. A release that fails is the sweep's work, not the attempt's fate."""
+        """Runs on every way out. A release that fails is the sweep's work, not the attempt's fate; so is that of a host
+        which is gone, or of one that nobody learnt of."""
         message = ReleaseInput(attempt_id=self._input.attempt_id, lease=self.lease)
+        queue = self.lease.queue if self.lease else ""
+        if self._host_gone or (self._input.limits.sandboxes and not queue):
+            return
+        policy = policies.CLEAN_UP.pinned() if queue else policies.CLEAN_UP
         with suppress(ActivityError):
-            await policies.call("release", message, type(None), policies.CLEAN_UP, summary="remove the sandbox")
+            await policies.call(
+                "release", message, type(None), policy, summary="remove the sandbox", queue=queue or None
+            )
 
     # --- losses ---------------------------------------------------------------------------------------------------
 
@@ -140,10 +158,20 @@ class AttemptSandbox:
             try:
                 return await call(self._held())
             except ActivityError as error:
-                end = self._noted(ended_by(error, boundary))
+                end = self._noted(self._placed(ended_by(error, boundary), error))
                 if end.reason is not StopReason.SANDBOX_LOST or not self._input.limits.replay_on_loss:
                     raise end from error
             await self._restore(end.why)
+
+    def _placed(self, end: Ended, error: ActivityError) -> Ended:
+        """The same, with the host named where there are several."""
+        lease = self._held()
+        if not lease.queue:
+            return end
+        cause = error.cause
+        self._host_gone = isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
+        why = f"it takes up nothing any more ({end.why})" if self._host_gone else end.why
+        return Ended(end.reason, f"host {lease.host}: {why}", end.evidence)
 
     async def _restore(self, why: str) -> None:
         """A fresh sandbox in the state that the lost one had. Raises Ended."""
@@ -168,6 +196,12 @@ class AttemptSandbox:
     def _replay(self, part: list[JournalEntry]) -> Callable[[SandboxLease], Awaitable[ReplayOutput]]:
         longest = min(sum(entry.step_timeout_s for entry in part), self._input.limits.time_budget_s)
         policy, summary = policies.SANDBOX.lasting(longest), f"replay {len(part)} commands, loss {self.replays}"
-        return lambda lease: policies.call(
-            "replay", self._journal.message(lease, part), ReplayOutput, policy, summary=summary
-        )
+        return lambda lease: _there(lease, "replay", self._journal.message(lease, part), ReplayOutput, policy, summary)
+
+
+async def _there(
+    lease: SandboxLease, name: str, message: Message, result: type[Answer], policy: policies.Policy, summary: str
+) -> Answer:
+    """The call, where the sandbox lives. Raises ActivityError."""
+    policy = policy.pinned() if lease.queue else policy
+    return await policies.call(name, message, result, policy, summary=summary, queue=lease.queue or None)

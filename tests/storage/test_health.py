@@ -64,6 +64,8 @@ def test_a_task_flakes_when_the_same_doings_are_scored_differently(
             "tcp://b:2375",
         ),
         ("sandbox_lost", "the worker was lost (heartbeat time-out)", "sandbox", ""),
+        ("sandbox_lost", "SandboxLost: host box-c: docker create: no answer from unix:///x: y", "sandbox", "box-c"),
+        ("sandbox_lost", "host box-c: it takes up nothing any more", "sandbox", "box-c"),
         ("engine_lost", "EngineLost: local-e1 /inference/v1/generate: ConnectError", "engine", "local-e1"),
         ("engine_lost", "EngineLost: local-e12: an answer that can't be read", "engine", "local-e0"),
         ("storage_lost", "StorageLost: put x: 500", "storage", ""),
@@ -82,6 +84,32 @@ def test_a_lost_attempt_has_a_boundary_and_a_place_where_the_failure_names_one(
         put_attempt(opened, "r/g0/e0/a0", reward=None, stop_reason=StopReason(stop_reason), why=why, turns=made)
         (loss,) = health.losses(opened, run="r")
     assert (loss.boundary, loss.place, loss.attempts, loss.why) == (boundary, place, 1, why)
+
+
+def test_the_host_of_a_lost_sandbox_is_the_one_that_its_row_names(database: Engine) -> None:
+    with session(database) as opened:
+        rows.put_run(opened)
+        put_attempt(opened, "r/g0/e0/a0", reward=None, host="b", why="sandbox 3 lives on c, this is b")
+        lost = {"stop_reason": StopReason.ENGINE_LOST, "why": "no engine answers", "host": "b"}
+        put_attempt(opened, "r/g0/e1/a0", reward=None, **lost)
+        found = {loss.boundary: loss.place for loss in health.losses(opened, run="r")}
+    assert found == {"sandbox": "b", "engine": ""}
+
+
+def test_a_host_is_dead_whose_last_attempts_were_lost_and_not_one_that_came_back(database: Engine) -> None:
+    with session(database) as opened:
+        rows.put_run(opened)
+        for host, ended in (("a", "wwllw"), ("b", "wlwll"), ("c", "wl"), ("d", "ll"), ("", "ll")):
+            for at, letter in enumerate(ended):
+                reward = 0.0 if letter == "w" else None
+                put_attempt(opened, f"r/g0/{host}{at}/a0", reward=reward, host=host, ended_at=10.0 + at, why="gone")
+        found = health.hosts(opened, run="r")
+    assert [(item.host, item.attempts, item.lost, item.dead, item.well_at) for item in found] == [
+        ("a", 5, 2, False, 14.0),
+        ("b", 5, 3, True, 12.0),
+        ("c", 2, 1, False, 10.0),
+        ("d", 2, 2, True, None),
+    ]
 
 
 def test_lost_attempts_can_be_replayed_where_image_and_tokens_are_recorded(database: Engine) -> None:
