@@ -25,11 +25,16 @@ class Policy:
     heartbeat: timedelta
     retry: RetryPolicy
     schedule_to_close: timedelta | None = None
+    schedule_to_start: timedelta | None = None
     cancellation: ActivityCancellationType = ActivityCancellationType.TRY_CANCEL
 
     def lasting(self, seconds: float) -> Policy:
         """The same with room for `seconds` of the agent's own command."""
         return replace(self, start_to_close=self.start_to_close + timedelta(seconds=seconds))
+
+    def pinned(self) -> Policy:
+        """The same on a queue that one host alone polls: where nobody takes it up, the host is gone."""
+        return replace(self, schedule_to_start=HOST_SILENT)
 
 
 def _retry(first_s: float, longest_s: float, attempts: int) -> RetryPolicy:
@@ -41,6 +46,9 @@ def _retry(first_s: float, longest_s: float, attempts: int) -> RetryPolicy:
     )
 
 
+HOST_SILENT = timedelta(seconds=30)
+"""For how long a sandbox host may take up nothing before all that lives on it is given up. Longer than its worker
+needs to be started again, within which its sandboxes live on."""
 GENERATE = Policy(timedelta(hours=1), timedelta(seconds=10), _retry(0.5, 10, 12))
 """One answer of the engine; outlasts an engine's restart. Most of the time-out is for waiting in the worker until an
 engine has room, which is nobody's failure: the request has a shorter one (`rollout.generate_timeout_s`), and heartbeats
@@ -55,6 +63,11 @@ SANDBOX = Policy(
 ACQUIRE = replace(SANDBOX, start_to_close=timedelta(hours=6))
 """Most of it is for waiting until the host has room for one more, which is nobody's failure; heartbeats tell of a dead
 worker."""
+PLACE = replace(ACQUIRE, retry=_retry(0.5, 10, 20))
+"""The same where any of several hosts may take it: one that drains, or that fails, hands it back."""
+AGENT = replace(SANDBOX, start_to_close=timedelta(hours=3, minutes=45))
+"""A whole agent program; its own budgets end it long before. Tried again only until it has started: what it did can't
+be done again."""
 VERIFY = replace(SANDBOX, start_to_close=timedelta(minutes=6))
 """Two checks, and the proof on the oracle in a fresh sandbox where both broke."""
 CLEAN_UP = Policy(timedelta(minutes=2), timedelta(seconds=15), _retry(0.5, 10, 20))
@@ -62,6 +75,8 @@ LINEAGE = Policy(timedelta(minutes=1), timedelta(seconds=15), _retry(0.2, 10, 0)
 """A short idempotent database write."""
 JANITOR = Policy(timedelta(minutes=5), timedelta(seconds=30), _retry(1, 30, 3), timedelta(minutes=8))
 """One part of a pass; gives up where no worker takes it, and the next pass tries again."""
+HOST = Policy(timedelta(seconds=10), timedelta(seconds=5), _retry(0.5, 2, 2), timedelta(seconds=15))
+"""A word to a host, for somebody who waits."""
 CHECK = Policy(timedelta(minutes=2), timedelta(seconds=30), _retry(0.5, 10, 20))
 UPDATE = Policy(timedelta(hours=6), timedelta(seconds=20), _retry(1, 30, 20))
 PUBLISH = Policy(timedelta(minutes=30), timedelta(seconds=20), _retry(1, 30, 20))
@@ -91,6 +106,7 @@ def start(
         result_type=result,
         start_to_close_timeout=policy.start_to_close,
         schedule_to_close_timeout=policy.schedule_to_close,
+        schedule_to_start_timeout=policy.schedule_to_start,
         heartbeat_timeout=policy.heartbeat,
         retry_policy=policy.retry,
         cancellation_type=policy.cancellation,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from temporalio import workflow
 
 from workflows.attributes import shorten
-from workflows.contracts import ActOutput, EpisodeRecord, GenerateOutput, VerifyOutput
+from workflows.contracts import ActOutput, EpisodeRecord, GenerateOutput, TurnRecord, VerifyOutput
 
 MAX_SHOWN_CHARS = 600
 MAX_SHOWN_PARTS = 60
@@ -26,11 +26,14 @@ class Transcript:
         """Summary of the next generation: what it answers to."""
         return f"turn {turn}: {self._last}" if self._last else f"turn {turn}: first answer"
 
+    def called(self, turn: TurnRecord) -> None:
+        """A turn of an external program, once that has ended."""
+        ending = "" if turn.exit_code is None else f" · exit {turn.exit_code}"
+        title = f"**turn {turn.turn}** · {_versions(turn)} · {turn.sampled_tokens} tokens · {turn.engine}{ending}"
+        self._add(title, turn.action)
+
     def answered(self, turn: int, out: GenerateOutput) -> None:
-        versions = (
-            f"v{out.min_version}" if out.min_version == out.max_version else f"v{out.min_version}-{out.max_version}"
-        )
-        self._add(f"**turn {turn}** · {versions} · {out.sampled_tokens} tokens · {out.engine}", out.text)
+        self._add(f"**turn {turn}** · {_versions(out)} · {out.sampled_tokens} tokens · {out.engine}", out.text)
 
     def acted(self, turn: int, out: ActOutput) -> None:
         self._last = f"after {describe(out)}"
@@ -58,6 +61,12 @@ class Transcript:
         left_out = len(self._parts) - MAX_SHOWN_PARTS
         head = self._head if left_out <= 0 else f"{self._head}\n\n({left_out} earlier parts left out)"
         workflow.set_current_details("\n\n".join([head, *self._parts[-MAX_SHOWN_PARTS:]]))
+
+
+def _versions(made: GenerateOutput | TurnRecord) -> str:
+    """Example: `v3`, or `v3-4` over a weight load."""
+    first, last = made.min_version, made.max_version
+    return f"v{first}" if first == last else f"v{first}-{last}"
 
 
 def describe(out: ActOutput) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from activities.generation.server import SERVED_NAME
-from activities.generation.tool_calls import CallSyntax, MalformedCall, read_calls, split_thoughts
+from activities.generation.tool_calls import CallSyntax, MalformedCall, ToolCall, read_calls, split_thoughts
 from activities.generation.transcript import Messages
 from workflows.contracts import FinishReason
 
@@ -189,7 +189,7 @@ def said_by(
     for end in stop:
         text = text.partition(end)[0]
     thoughts, words = split_thoughts(text)
-    calls = []
+    calls: list[ToolCall] = []
     if syntax is not None:
         try:
             words, calls = read_calls(words, syntax)

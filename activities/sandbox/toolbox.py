@@ -1,6 +1,7 @@
-"""The read-only folder of trusted tools that every sandbox gets: a static busybox, its applets, sbxd, snap, run.sh.
+"""The read-only folder of trusted tools that every sandbox gets: a static busybox, its applets, sbxd, snap, forward and
+run.sh.
 
-Owns the one build step of the sandbox: sbxd and snap are compiled at first use. The folder's name is the hash of what
+Owns the one build step of the sandbox: its programs are compiled at first use. The folder's name is the hash of what
 it is made from, so that it is built once per machine and never changed; it appears whole or not at all. Called by
 `Containers`.
 """
@@ -21,7 +22,11 @@ from workflows.errors import SandboxError
 log = logging.getLogger(__name__)
 
 SBXD_SOURCES = sorted(Path(__file__).with_name("sbxd").glob("*.[ch]"))
-UNITS = {"sbxd": ("sbxd.c", "command.c", "kernel.c"), "snap": ("snap.c", "kernel.c")}
+UNITS = {
+    "sbxd": ("sbxd.c", "command.c", "kernel.c"),
+    "snap": ("snap.c", "kernel.c"),
+    "forward": ("forward.c",),
+}
 """What each program is compiled from."""
 RUN_SCRIPT = Path(__file__).with_name("run.sh")
 

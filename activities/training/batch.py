@@ -26,7 +26,8 @@ from workflows.contracts import UNKNOWN_EXPERT, Segment, derive_seed
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode as the trainer sees it; aligned arrays of length T. Example: prompt 12 7, answer 40 2 at version 3::
+    """One episode as the trainer sees it, or one branch of it where it has several; aligned arrays of length T.
+    Example: prompt 12 7, answer 40 2 at version 3::
 
     Trajectory("r/g0/e1/a0", "r/g0", reward=1.0, token_ids=[12, 7, 40, 2], loss_mask=[F, F, T, T],
                logprobs=[0, 0, -0.1, -0.7], temperatures=[1, 1, 1, 1], versions=[-1, -1, 3, 3])
@@ -56,8 +57,17 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
 
+def trajectories(attempt_id: str, group_id: str, reward: float, segments: Sequence[Segment]) -> list[Trajectory]:
+    """The branches of an episode, each with the reward of the whole: every sampled token is in one of them, after the
+    ids that it was sampled after. Raises ValueError as `trajectory`."""
+    branches: dict[int, list[Segment]] = {}
+    for segment in segments:
+        branches.setdefault(segment.branch, []).append(segment)
+    return [trajectory(attempt_id, group_id, reward, branches[branch]) for branch in sorted(branches)]
+
+
 def trajectory(attempt_id: str, group_id: str, reward: float, segments: Sequence[Segment]) -> Trajectory:
-    """The concatenation of an episode's segments.
+    """The concatenation of one branch's segments.
 
     Raises ValueError where the record contradicts itself: lists of different lengths, turns out of order, a mask that
     is not 0 or 1, a sampled token without a version, in first place, or with a log-probability that can't be one.

@@ -122,10 +122,15 @@ def _groups(batch: list[Trajectory]) -> set[str]:
     return {item.group_id for item in batch}
 
 
+def _episodes(batch: list[Trajectory]) -> list[Trajectory]:
+    """One trajectory of each episode: what is a sibling's and not a branch's is the same in all of them."""
+    return list({item.attempt_id: item for item in batch}.values())
+
+
 def advantages_of(batch: list[Trajectory], config: RunConfig) -> dict[str, float]:
     """Advantage by attempt id. Raises TrainerError (final) for a group of one."""
     groups: dict[str, list[Trajectory]] = defaultdict(list)
-    for item in batch:
+    for item in _episodes(batch):
         groups[item.group_id].append(item)
     out: dict[str, float] = {}
     for group_id, members in groups.items():
@@ -225,12 +230,13 @@ def decay(final: float, step: int, steps: int) -> float:
 
 
 def _batch_metrics(batch: list[Trajectory], advantages: dict[str, float]) -> dict[str, float]:
-    rewards = np.array([item.reward for item in batch if not item.replayed])
-    values = np.array([advantages[item.attempt_id] for item in batch])
+    episodes = _episodes(batch)
+    rewards = np.array([item.reward for item in episodes if not item.replayed])
+    values = np.array([advantages[item.attempt_id] for item in episodes])
     return {
-        "episodes": float(len(batch)),
+        "episodes": float(len(episodes)),
         "groups": float(len(_groups(batch))),
-        "replayed": float(sum(item.replayed for item in batch)),
+        "replayed": float(sum(item.replayed for item in episodes)),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "advantage/mean": float(values.mean()),

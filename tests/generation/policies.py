@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,68 @@ THINKING = (
 """Rewrites history: drops the thoughts of earlier turns, and begins each answer with one."""
 
 
-def make_tokenizer(template: str, *, eos: str, adds_bos: bool = False) -> Any:
-    """Byte-level, with two merges so that text has more than one tokenisation: `ca` and `cat`."""
+HERMES = (
+    "{% if tools %}{{ '<|im_start|>system\n' + messages[0]['content'] + '\n<tools>' }}{% for t in tools %}"
+    "{{ '\n' }}{{ t | tojson }}{% endfor %}"
+    "{{ '\n</tools>\nCall: <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call><|im_end|>\n' }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + m['content'] + '\n</tool_response><|im_end|>\n' }}{% else %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n{\"name\": \"' + c['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ c['function']['arguments'] | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML with tools, as Hermes 2 Pro and Qwen 2.5 render them."""
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + ('ipython' if m['role'] == 'tool' else m['role']) + '<|end_header_id|>\n\n' }}"
+    "{% if loop.first and tools %}{{ 'Reply with {\"name\": ..., \"parameters\": ...}.\n\n' }}"
+    "{% for t in tools %}{{ t | tojson }}{{ '\n\n' }}{% endfor %}{% endif %}"
+    "{% if m['tool_calls'] %}{% set f = m['tool_calls'][0]['function'] %}"
+    "{{ '{\"name\": \"' + f['name'] + '\", \"parameters\": ' }}{{ f['arguments'] | tojson }}{{ '}' }}"
+    "{% else %}{{ m['content'] | trim }}{% endif %}{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+"""Llama 3.1's: a header per message, calls as bare JSON, their results from `ipython`."""
+REWRITING = (
+    "{% if tools %}{{ '<|im_start|>system\n' + messages[0]['content'] + '\n<tools>' }}{% for t in tools %}"
+    "{{ '\n' }}{{ t | tojson }}{% endfor %}{{ '\n</tools>\nCall: <tool_call>...</tool_call><|im_end|>\n' }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + m['content'] + '\n</tool_response><|im_end|>\n' }}"
+    "{% elif m['role'] == 'assistant' %}{% set said = m['content'].split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m['content'].split('</think>')[0].split('<think>')[-1] if '</think>' in m['content'] else '' %}"
+    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}{{ '<think>\n' + thought.strip('\n') }}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ said }}{% for c in m['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n{\"name\": \"' + c['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ c['function']['arguments'] | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen 3's: thoughts of turns before the last question are dropped, and empty ones put in where there were none."""
+LLAMA3_SPECIAL = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
+CALL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def make_tokenizer(
+    template: str, *, eos: str, adds_bos: bool = False, special: Sequence[str] = (), added: Sequence[str] = ()
+) -> Any:
+    """Byte-level, with two merges so that text has more than one tokenisation: `ca` and `cat`. Of the tokens beside
+    them, `special` ones are left out of text and `added` ones are words of it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {char: index for index, char in enumerate([*alphabet, "ca", "cat"])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("c", "a"), ("ca", "t")]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|end|>"]
-    special += [f"<|{role}|>" for role in ("system", "user", "assistant")]
-    inner.add_special_tokens(special)
+    always = ["<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|end|>"]
+    always += [f"<|{role}|>" for role in ("system", "user", "assistant")]
+    inner.add_special_tokens(always)
     inner.add_tokens(["<think>", "</think>"])
+    inner.add_special_tokens(list(special))
+    inner.add_tokens(list(added))
     if adds_bos:
         bos = ("<|bos|>", inner.token_to_id("<|bos|>"))
         inner.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])

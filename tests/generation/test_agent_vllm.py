@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from activities.generation.harnesses import BASH
 from activities.generation.routing import EnginePool
 from activities.generation.transcript import Template
 from storage.objects import ObjectStore
+from tests.agents.mini import MINI_ENV, mini, mini_command
 from tests.agents.worlds import LEASE, OneTask, Sandbox
 from tests.generation.policies import HERMES, make_tokenizer, save_policy
 from tests.generation.vllm_server import Server, started
@@ -41,10 +40,12 @@ from workflows.contracts import (
     TurnRecord,
 )
 
-pytestmark = pytest.mark.engine
+__all__ = ["mini"]
+
+pytestmark = [pytest.mark.engine, pytest.mark.machines]
+"""Another engine's start and a program from PyPI are too much for `make test`."""
 RUN = "r"
 CONTEXT = 1024
-MINI = "mini-swe-agent==2.4.6"
 
 
 def save_with_tools(folder: Path, *, seed: int) -> Any:
@@ -190,40 +191,11 @@ async def test_a_stop_text_ends_an_answer_at_the_engine(world: World) -> None:
     assert stop in world.template.text(made) and len(made) < len(world.wire.answered[0]["token_ids"])
 
 
-@pytest.fixture(scope="session")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """mini-swe-agent as it is published, in an environment of its own; the path of its `mini`."""
-    folder = tmp_path_factory.mktemp("mini")
-    uv = [str(Path(sys.executable).with_name("uv"))]
-    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
-    install = [*uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python"), MINI]
-    subprocess.run(install, check=True, timeout=500)
-    return folder / "bin" / "mini"
-
-
-@pytest.mark.machines
 async def test_an_unmodified_mini_swe_agent_yields_trajectories_whose_ids_are_the_engines(
     world: World, mini: Path
 ) -> None:
     """Must show 5. It talks to the endpoint through litellm, and would act through `docker exec`."""
-    options = [
-        "-c mini.yaml",
-        "-c agent.system_template=shell",
-        "-c 'agent.instance_template={{task}}'",
-        "-c environment.environment_class=docker",
-        "-c environment.image=x",
-        '-c \'environment.interpreter=["sh", "-c"]\'',
-        "-c model.cost_tracking=ignore_errors",
-    ]
-    command = (
-        f'{mini} -y --exit-immediately -l 0 -m openai/$RATCHET_MODEL -t "$RATCHET_INSTRUCTION" {" ".join(options)}'
-    )
-    env = {
-        "MSWEA_CONFIGURED": "true",
-        "MSWEA_DOCKER_EXECUTABLE": "docker",
-        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
-        "MSWEA_SILENT_STARTUP": "1",
-    }
+    command = mini_command(mini)
     async with AgentEndpoint() as endpoint:
         activities = AgentActivities(
             world.generation,
@@ -235,10 +207,10 @@ async def test_an_unmodified_mini_swe_agent_yields_trajectories_whose_ids_are_th
             path=os.environ["PATH"],
         )
         out: RunAgentOutput = await ActivityEnvironment().run(
-            activities.run_agent, world.message(command, env=env, max_turns=3)
+            activities.run_agent, world.message(command, env=MINI_ENV, max_turns=2)
         )
     printed = world.store.get(output_key(RUN, f"{RUN}/g1/e0/a0")).decode()
     assert out.stop_reason is StopReason.MAX_TURNS, printed[-3000:]
-    assert len(out.turns) == 3
+    assert len(out.turns) == 2
     branches = world.assert_exact(out.turns)
     assert 0 in branches

@@ -8,6 +8,7 @@ answers turn n of its script by counting the answers in its prompt.
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ from temporalio.worker import (
     Worker,
 )
 
+from activities.agents.activities import AgentActivities
+from activities.agents.endpoint import AgentEndpoint
 from activities.generation.activities import GenerationActivities
 from activities.sandbox.activities import SandboxActivities
 from activities.sandbox.docker import DockerBackend
@@ -93,11 +96,23 @@ async def _poll(given: dict[str, Any]) -> None:
     # A killed worker is noticed at once, so that a test may kill many.
     policies.GENERATE = replace(policies.GENERATE, heartbeat=HEARTBEAT)
     policies.SANDBOX = replace(policies.SANDBOX, heartbeat=HEARTBEAT)
+    policies.AGENT = replace(policies.AGENT, heartbeat=HEARTBEAT)
     log = Log(folder / "log")
     engine = scripted_engine(given["run"], given["answers"], given["delay_s"])
     backend = DockerBackend(given["docker_host"], Path(given["state"]), slots=4)
     sandbox = SandboxActivities(backend, open_taskset, "here")
-    generation = GenerationActivities(pool_of(engine), ObjectStore.connect(**given["store"]), open_taskset)
+    store, endpoint = ObjectStore.connect(**given["store"]), AgentEndpoint()
+    generation = GenerationActivities(pool_of(engine), store, open_taskset)
+    agents = AgentActivities(
+        generation,
+        sandbox.act,
+        store,
+        open_taskset,
+        endpoint,
+        spool=folder / "agents",
+        path=os.environ["PATH"],
+        host=backend,
+    )
     client = await Client.connect(given["temporal"], plugins=[plugin()])
     worker = Worker(
         client,
@@ -105,11 +120,15 @@ async def _poll(given: dict[str, Any]) -> None:
         # The default reads every module, and with them all that transformers imports at a touch: half a minute.
         build_id="tests",
         workflows=[Episode],
-        activities=[*methods(sandbox), *methods(generation), *methods(Records(folder / "record"))],
+        activities=[
+            method
+            for instance in (sandbox, generation, agents, Records(folder / "record"))
+            for method in methods(instance)
+        ],
         interceptors=[log],
         sticky_queue_schedule_to_start_timeout=timedelta(milliseconds=300),
     )
-    async with worker:
+    async with endpoint, worker:
         log.write("ready")
         await asyncio.Event().wait()
 

@@ -86,7 +86,8 @@ async def test_a_program_in_the_sandbox_reaches_the_policy_and_nothing_else(worl
     command = f"""{ASK}
         ask '{FIRST}' > /work/answer
         sed -E 's/.*"content": "([^"]*)".*/\\1/' /work/answer
-        wget -q -O- -T 2 http://127.0.0.1:80/ || echo nobody
+        echo
+        ls /sys/class/net
         id -u
         echo 17 > $RATCHET_ANSWER_FILE"""
     out = await world.run(command)
@@ -94,7 +95,7 @@ async def test_a_program_in_the_sandbox_reaches_the_policy_and_nothing_else(worl
     assert len(world.agents.branches(out.turns)) == 1
     key = f"runs/r/trajectories/{world.agents.message().attempt_id.removeprefix('r/')}/agent-output.txt"
     printed = world.agents.store.get(key).decode().splitlines()
-    assert printed[0] == "Answer: 3" and "nobody" in printed and printed[-1] == "1000"
+    assert printed == ["Answer: 3", "lo", "1000"]
 
 
 async def test_its_folder_and_its_way_out_are_closed_to_the_agent(world: World) -> None:

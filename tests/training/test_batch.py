@@ -11,8 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.training.batch import optimizer_steps, pad, split_micro_batches, split_minibatches, trajectory
+from activities.training.batch import (
+    optimizer_steps,
+    pad,
+    split_micro_batches,
+    split_minibatches,
+    trajectories,
+    trajectory,
+)
+from activities.training.update import advantages_of
 from tests.training.worlds import segments_of
+from workflows.config import RunConfig
 from workflows.contracts import FinishReason, Segment
 
 
@@ -39,6 +48,24 @@ TOOL_AND_ANSWER = {
     "versions": [-1] * 3 + [3] * 5,
     "temperature": 1.1,
 }
+
+
+def test_each_branch_of_an_episode_is_a_trajectory_and_every_sampled_token_is_in_one_of_them() -> None:
+    forked = {"turn": 2, "branch": 1, "token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9], "loss_mask": [0] * 8 + [1]}
+    fork = segment(**forked, logprobs=[0.0] * 8 + [-0.5], versions=[-1] * 8 + [3])
+    segments = [segment(), fork, segment(**(TOOL_AND_ANSWER | {"turn": 3}))]
+    whole, branch = trajectories("a", "g", 1.0, segments)
+    assert whole.token_ids.tolist() == [*segments[0].token_ids, *segments[2].token_ids]
+    assert branch.token_ids.tolist() == fork.token_ids
+    assert whole.sampled_tokens + branch.sampled_tokens == sum(sum(item.loss_mask) for item in segments)
+    assert (branch.attempt_id, branch.reward) == ("a", 1.0)
+
+
+def test_an_episode_of_several_branches_is_one_sibling() -> None:
+    config = RunConfig(model="m")
+    branches = trajectories("a", "g", 1.0, [segment(), segment(turn=1, branch=1)])
+    advantages = advantages_of([*branches, trajectory("b", "g", 0.0, [segment()])], config)
+    assert set(advantages) == {"a", "b"} and advantages["a"] == -advantages["b"] > 0
 
 
 def test_only_sampled_tokens_are_under_the_mask_and_lengths_come_from_it() -> None:
