@@ -218,8 +218,8 @@ async def tell(settings: Settings, orders: dict[str, tuple[QuarantineOrder, str]
         return told
     try:
         client = await connect(settings)
-    except RuntimeError as error:
-        nobody = f"no Temporal server answers at {settings.temporal_address} ({str(error).splitlines()[0]})"
+    except RuntimeError:
+        nobody = f"no Temporal server answers at {settings.temporal_address}"
         return {run: elsewhere or nobody for run, elsewhere in told.items()}
     for run, (order, elsewhere) in orders.items():
         if elsewhere:
