@@ -63,7 +63,7 @@ def known(database: Engine, tmp_path: Path) -> Iterator[KnownTasks]:
 
 async def train(client: Client, known: KnownTasks, run: str, **changes: Any) -> RunStatus:
     handle = await start(client, config_of(known.folder, **changes), run)
-    status: RunStatus = await asyncio.wait_for(handle.result(), 120)
+    status: RunStatus = await asyncio.wait_for(handle.result(), 500)
     return status
 
 

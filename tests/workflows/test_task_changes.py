@@ -115,7 +115,7 @@ async def test_the_documented_command_lines_change_the_tasks_of_a_run_that_goes_
         if by == "order":
             await refused(operator, more)
         await handle.signal("resume")
-        status = await asyncio.wait_for(handle.result(), 120)
+        status = await asyncio.wait_for(handle.result(), 300)
     assert (status.state, status.step, status.tasks_added) == (RunState.FINISHED, 7, 2)
     later = known.admitted[before:]
     assert {"late", "other"} <= {*(later[:4] if by == "order" else later)}, "by order, what was added comes next"
@@ -156,6 +156,6 @@ async def test_a_run_that_is_over_or_about_to_be_refuses(temporal: Client, known
         code, out = await operator.asks("retire_tasks", '{"tasks": ["easy-1"]}')
         assert code == 1 and "the run is over, or about to be" in out
         gate.set()
-        assert (await asyncio.wait_for(handle.result(), 60)).state is RunState.FINISHED
+        assert (await asyncio.wait_for(handle.result(), 300)).state is RunState.FINISHED
         code, out = await operator.asks("retire_tasks", '{"tasks": ["easy-1"]}')
         assert code == 1 and "workflow execution already completed" in out
