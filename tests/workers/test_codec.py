@@ -86,7 +86,7 @@ def test_without_keys_nothing_is_sealed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert codec_of(Settings(home=tmp_path)) is None
 
 
-@workflow.defn(name="Secretive")
+@workflow.defn(name="Secretive", sandboxed=False)
 class Secretive:
     """Its activity gets the secret, gives it back, and at last fails with it."""
 
