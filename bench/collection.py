@@ -53,7 +53,8 @@ from workflows.contracts import Split, TaskRef
 
 PARTS = ("temporal", "s3", "docker", "prepare", "vllm", "control", "trainer", "engines")
 ENGINES = 2
-LIMIT_S = 1800.0
+LIMIT_S = 3600.0
+QUICK_PACE_S = 2.0
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--batches", type=int, default=1, help="batches in a row, at most 6")
     parser.add_argument("--in-flight", type=int, help="most episodes at once, of either; default: a batch of them")
-    parser.add_argument("--pace", type=float, default=TAIL.median_s, help="seconds of a command, the median over tasks")
+    parser.add_argument("--pace", type=float, help=f"seconds of a command, the median over tasks ({TAIL.median_s:g})")
     parser.add_argument("--sigma", type=float, default=TAIL.sigma, help="standard deviation of the seconds' logarithm")
     parser.add_argument("--levers", default="all", help=f"all, none, or: {', '.join(item.name for item in LEVERS)}")
     parser.add_argument("--seed", type=int, default=0, help="of the workload; each round samples anew")
@@ -74,6 +75,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.quick:
         options.rounds, options.groups, options.group_size, options.levers = 1, 8, 4, "none"
     options.in_flight = options.in_flight or options.groups * options.group_size
+    options.pace = options.pace or (QUICK_PACE_S if options.quick else TAIL.median_s)
     options.tail = Tail(options.pace, options.sigma)
     options.levers = list(chosen(options.levers))
     return options
@@ -94,8 +96,8 @@ def run_config(options: argparse.Namespace, model: Path, taskset: Path, seed: in
             "max_tokens_per_turn": 40,
             "max_tokens": 256,
             "context_length": 512,
-            "step_timeout_s": 120,
-            "time_budget_s": 900,
+            "step_timeout_s": options.tail.longest_s + 60,
+            "time_budget_s": 3600,
             "max_output_chars": 300,
             "malformed_reminders": 5,
             "refill": 16,

@@ -57,9 +57,9 @@ class Tail:
     """How many seconds a task's commands take: the median over the tasks, the standard deviation of the logarithm, and
     the bound that a step's time-out sets."""
 
-    median_s: float = 2.0
+    median_s: float = 20.0
     sigma: float = 1.25
-    longest_s: float = 90.0
+    longest_s: float = 300.0
 
     def draw(self, rng: random.Random) -> float:
         return round(min(self.longest_s, self.median_s * math.exp(rng.gauss(0.0, self.sigma))), 2)
