@@ -24,7 +24,7 @@ def found(opened: Session) -> list[Finding]:
 
 
 def test_a_healthy_run_has_no_finding(database: Engine, make_run: MakeRun) -> None:
-    make_run()
+    make_run(steps=7)
     with session(database) as opened:
         assert found(opened) == []
 
@@ -45,13 +45,10 @@ def test_what_looks_wrong_is_found_with_its_attempts_and_nothing_else_is(
     assert planted.words in finding.words
 
 
-@pytest.mark.parametrize("plant", wrong_rewards.PLANTS, ids=lambda plant: plant.__name__)
-def test_what_is_in_quarantine_is_found_no_more(
-    database: Engine, make_run: MakeRun, plant: Callable[[Session], wrong_rewards.Planted]
-) -> None:
+def test_what_is_in_quarantine_is_found_no_more(database: Engine, make_run: MakeRun) -> None:
     make_run(steps=1)
     with session(database) as opened:
-        for attempt in plant(opened).attempts:
+        for attempt in wrong_rewards.no_command(opened).attempts:
             put_mark(opened, run=RUN, target=Target(EPISODE, attempt, [RUN]), why="wrong", by="me")
         assert found(opened) == []
 
