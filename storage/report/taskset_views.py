@@ -74,7 +74,7 @@ def episodes_plot(part: TasksetPart) -> str:
     middle = f"{'policy version':^{max(14, len(columns) - len(first) - len(last))}}"
     legend = "   ".join(f"{MARKS[name]} {name}" for name in Difficulty)
     axis = f"        └{'─' * len(columns)}\n         {first}{middle}{last}"
-    return "\n".join(["", *lines, axis, f"         share of the episodes by pool   {legend}", ""])
+    return "\n".join(["", *lines, axis, "         share of the episodes by pool", f"         {legend}", ""])
 
 
 def _bins(part: TasksetPart) -> list[dict[str, int]]:
