@@ -270,6 +270,6 @@ def test_the_page_asks_nothing_of_anybody(report: Report) -> None:
 def test_the_page_is_for_light_and_dark_phones_and_keyboards(report: Report) -> None:
     text = render_html(report)
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and ":focus-visible" in text
-    assert len(re.findall(r"<svg [^>]*role=\"img\" aria-label=\"[^\"]+\"", text)) == text.count("<svg") == 6
+    assert len(re.findall(r"<svg [^>]*role=\"img\" aria-label=\"[^\"]+\"", text)) == text.count("<svg") == 9
     scrolling = re.findall(r'<div class="scroll[^>]*>', text)
     assert scrolling and all('tabindex="0"' in tag for tag in scrolling)
