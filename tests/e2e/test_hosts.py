@@ -21,7 +21,7 @@ from tests.account import assert_complete
 from tests.stack import PROJECT, Stack, small_run, wait_for
 from workers.stack.private_daemon import PrivateDaemon, may_start_one
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 HOSTS = {"a": 8, "b": 16}
 """Sandboxes that may live at once."""
@@ -123,15 +123,15 @@ def test_a_host_that_dies_in_mid_run_costs_its_episodes_an_attempt_and_the_run_e
     assert "sandbox host a: draining, 0 of 8" in listed and "sandbox host b: 0 of 16" in listed
     assert "draining, 0 of 8" in a.ratchet("status")
     stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": 3}))
-    wait_for(lambda: len(b.agents()) >= 4, 200, lambda: str(stack.status(run)))
+    wait_for(lambda: len(b.agents()) >= 4, 500, lambda: str(stack.status(run)))
     assert not a.agents(), "a drained host has a sandbox"
     stack.ratchet("drain", "a", "--undo")
-    wait_for(lambda: stack.status(run).get("step", 0) >= 1 and len(b.agents()) >= 4, 300, lambda: str(b.agents()))
+    wait_for(lambda: stack.status(run).get("step", 0) >= 1 and len(b.agents()) >= 4, 400, lambda: str(b.agents()))
     b.die()
     died = time.time()
     silent = stack.ratchet("status", check=False)
     assert silent.returncode == 1 and "sandbox host b: silent" in silent.stdout
-    stack.finish(run, 500)
+    stack.finish(run, 900)
     assert_complete(stack, run, steps=3)
     with session(stack.database()) as opened:
         rows = list(opened.exec(select(Episode).where(Episode.run == run)))
