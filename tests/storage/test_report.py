@@ -14,7 +14,8 @@ from sqlmodel import select
 from storage import queries
 from storage.database import open_database, session
 from storage.migrations import migrate
-from storage.report import Report, build_report, render_html, render_terminal
+from storage.report import Report, build_report, render_html, render_terminal, words
+from storage.report.limits import CostLimits, default_limits
 from storage.report.model import TIME_PARTS
 from storage.tables import Batch, Run
 from tests.lineage.pages import Page
@@ -74,6 +75,24 @@ def test_every_figure_is_what_the_rows_add_up_to(report: Report) -> None:
         (item.version, load.engine, load.why) for item in report.publications for load in item.loads if load.why
     ]
     assert unproven == [(9, "local-e1", "checksum of lm_head.weight differs")]
+
+
+def test_gpu_hours_waiting_on_the_environment_have_a_price_where_the_limits_name_one(
+    database: Engine, make_run: MakeRun
+) -> None:
+    run = make_run()
+    limits = default_limits().model_copy(update={"cost": CostLimits(gpus=8, gpu_hour_price=2.5)})
+    with session(database) as opened:
+        free, priced = build_report(opened, run), build_report(opened, run, limits)
+    acts = sum(step.time["act"] for step in free.steps)
+    assert free.gpu_hours.by_cause["act"] == pytest.approx(acts / 3600) and free.gpu_hours.cost is None
+    total = priced.gpu_hours.waiting_on_env
+    assert total == pytest.approx(8 * (free.gpu_hours.waiting_on_env or 0)) == sum(priced.gpu_hours.by_cause.values())
+    assert priced.gpu_hours.cost == pytest.approx(2.5 * (total or 0))
+    assert words.gpu_hours(priced.gpu_hours) in terminal(priced)
+    page = render_html(priced)
+    assert f"<td>{priced.gpu_hours.cost:.2f}</td>" in page and "<td>siblings</td>" in page
+    assert render_html(free).count('<th scope="col">cost</th>') == 0
 
 
 def test_the_lead_metric_leaves_out_the_first_batch_that_waited_for_the_start(report: Report) -> None:

@@ -14,7 +14,7 @@ from tests.workflows.fakes import World
 from workers.stack.parts import tool
 from workers.temporal import plugin, runtime
 from workflows.attributes import OUTCOME, POLICY_VERSION, REWARD, RUN, STOP_REASON, TASK
-from workflows.contracts import Queue, engine_queue
+from workflows.contracts import Queue, engine_queue, sandbox_queue
 from workflows.registry import ON_CONTROL, ON_EPISODES
 
 ATTRIBUTES = [RUN, TASK, OUTCOME, STOP_REASON, POLICY_VERSION, REWARD]
@@ -75,6 +75,8 @@ async def workers(client: Client, script: World) -> AsyncIterator[None]:
         Worker(client, task_queue=Queue.EPISODES, workflows=ON_EPISODES, activities=script.activities),
         Worker(client, task_queue=Queue.TRAINING, activities=script.activities),
         Worker(client, task_queue=engine_queue("h"), activities=script.activities),
+        Worker(client, task_queue=sandbox_queue("h"), activities=script.activities),
+        Worker(client, task_queue=Queue.SANDBOXES, activities=script.activities),
     ):
         yield
 

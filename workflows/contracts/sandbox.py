@@ -19,6 +19,10 @@ class SandboxLease(Message):
     image_id: str
     host: str
     attempt_id: str
+    queue: str = ""
+    """Where calls on it go; empty: the episode's own queue."""
+    runtime: str = ""
+    """Container runtime that it was asked for with; empty: the daemon's own."""
 
 
 class AcquireInput(Message):
@@ -28,6 +32,8 @@ class AcquireInput(Message):
     task: TaskRef
     generation: int = 0
     """Sandboxes that the attempt lost before: each generation is another sandbox."""
+    runtime: str = ""
+    """Container runtime by name; empty: the daemon's own."""
 
 
 class AcquireOutput(Message):
@@ -145,6 +151,34 @@ class SweepOutput(Message):
     containers: int = 0
     files: int = 0
     uploads: int = 0
+
+
+class HostInput(Message):
+    """A word to a sandbox host."""
+
+    host: str
+    drain: bool | None = None
+    """Whether it takes no new sandbox from now on; None changes nothing."""
+
+
+class HostStatus(Message):
+    """A sandbox host's own account of itself."""
+
+    host: str
+    slots: int
+    """Sandboxes that may live at once."""
+    used: int
+    waiting: int = 0
+    """Beside them, sandboxes of the warm pool."""
+    draining: bool = False
+    trouble: str = ""
+    """Why it takes none for now, though it has room; empty while it does."""
+
+    @property
+    def words(self) -> str:
+        """Example: `draining, 3 of 16 sandboxes in use`."""
+        first = "draining, " if self.draining else f"takes none ({self.trouble}), " if self.trouble else ""
+        return f"{first}{self.used} of {self.slots} sandboxes in use"
 
 
 class JanitorInput(Message):
