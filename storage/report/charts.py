@@ -178,9 +178,7 @@ def error_bars(
     return _svg(parts, ", ".join(name for name, _, _ in series))
 
 
-def _whisker(
-    frame: _Frame, item: Estimate, name: str, style: str, beside: float, words: Words, x_name: str
-) -> str:
+def _whisker(frame: _Frame, item: Estimate, name: str, style: str, beside: float, words: Words, x_name: str) -> str:
     x, y, told = frame.x(item.x) + beside, frame.y(item.value), words(item.value)
     line = ""
     if item.low is not None and item.high is not None:
