@@ -74,7 +74,10 @@ def ensure_image() -> None:
                 tar.add(root, ".", filter=lambda entry: None if entry.isdev() else entry)
             fresh.replace(archive)
     change = "ENV PATH=/usr/lib/postgresql/15/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    subprocess.run(["docker", "import", "--change", change, archive, IMAGE], check=True, capture_output=True)
+    done = subprocess.run(
+        ["docker", "import", "--change", change, archive, IMAGE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Services:
