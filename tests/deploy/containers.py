@@ -43,7 +43,7 @@ chown postgres "$D"
 if [ ! -e "$D/data" ]; then
   printf %s "$PW" >"$D/pw"
   chown postgres "$D/pw"
-  as_postgres initdb -D "$D/data" -U ratchet -A scram-sha-256 --pwfile "$D/pw" -N
+  as_postgres initdb -E UTF8 --locale=C.UTF-8 -D "$D/data" -U ratchet -A scram-sha-256 --pwfile "$D/pw" -N
   rm "$D/pw"
 fi
 rm -f "$D/data/postmaster.pid"
@@ -141,7 +141,7 @@ class Services:
         self.until(lambda: self.execute("lineage-db", *create) == 0)
 
     def s3(self) -> None:
-        env = {"RCLONE_AUTH_KEY": f"{self._keys['access']},{self._keys['secret']}", "RCLONE_CONFIG": ""}
+        env = {"RCLONE_AUTH_KEY": f'"{self._keys["access"]},{self._keys["secret"]}"', "RCLONE_CONFIG": ""}
         command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{self.ports['s3']}", str(self.state("s3"))]
         self._run("s3", command, self.environment("s3") | env)
 

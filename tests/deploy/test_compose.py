@@ -55,6 +55,12 @@ def test_every_secret_must_be_given_and_none_has_a_default() -> None:
     assert others.keys() == set(SECRETS)
 
 
+def test_rclone_gets_its_pair_of_keys_as_one_field(compose: dict[str, Any]) -> None:
+    """It refuses to start with two."""
+    pair = compose["services"]["s3"]["environment"]["RCLONE_AUTH_KEY"]
+    assert re.fullmatch(r'"[^",]+,[^",]+"', VARIABLE.sub("x", pair))
+
+
 def test_secrets_are_made_once_and_only_their_owner_reads_them(tmp_path: Path) -> None:
     script = shutil.copy(DEPLOY / "secrets.sh", tmp_path / "secrets.sh")
     subprocess.run([script], check=True)
