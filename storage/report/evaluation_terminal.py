@@ -23,9 +23,10 @@ STALE_STYLE = "yellow"
 
 def evaluations_table(items: Sequence[MeasuredPart]) -> Table:
     """One line per evaluation; empty where there is none."""
-    table = _table("Evaluations on held-out tasks", "evaluation", "version", "reward", "pass@k", "tasks x samples")
-    for name in ("left out", "redone", "fingerprint"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _bare("Evaluations on held-out tasks")
+    table.add_column("evaluation", overflow="fold")
+    for name in ("version", "reward", "pass@k", "tasks x samples", "left out", "redone", "fingerprint"):
+        table.add_column(name, justify="right", overflow="fold")
     table.add_column("stands", overflow="fold")
     for item in items:
         table.add_row(
