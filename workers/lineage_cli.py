@@ -129,7 +129,7 @@ def _show_episode(opened: Session, episode_id: str) -> None:
     if (mark := quarantine.mark_on(opened, attempt=episode)) is not None:
         rows["in quarantine"] = one_line(f"its {mark.kind}: {mark.why} ({mark.by})")
     for name, value in rows.items():
-        facts.add_row(name, value)
+        facts.add_row(one_line(name), one_line(value))
     member = queries.member_of(opened, attempt=episode.id)
     if batch is None or member is None:
         facts.add_row("trained", "no batch holds it")

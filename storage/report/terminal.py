@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from storage.printable import one_line
+from storage.printable import one_line, printable
 from storage.report import words
 from storage.report.evaluation_terminal import evaluations_table
 from storage.report.model import TIME_PARTS, Report
@@ -111,7 +111,7 @@ def _headline(report: Report, console: Console) -> None:
         "short groups": f"{report.groups.short} closed, {words.share(means.short_share)} of a batch",
     }
     for name, value in lines.items():
-        console.print(Text(f"  {name:<24}", style="dim") + Text(one_line(value)))
+        console.print(Text(f"  {name:<24}", style="dim") + Text(printable(value)))
 
 
 def _pool(report: Report) -> str:
