@@ -33,7 +33,7 @@ THINKING = (
 HERMES = (
     "{% if tools %}{{ '<|im_start|>system\n' + messages[0]['content'] + '\n<tools>' }}{% for t in tools %}"
     "{{ '\n' }}{{ t | tojson }}{% endfor %}"
-    "{{ '\n</tools>\nCall: <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call><|im_end|>\n' }}"
+    '{{ \'\n</tools>\nCall: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n\' }}'
     "{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{{ '<|im_start|>user\n<tool_response>\n' + m['content'] + '\n</tool_response><|im_end|>\n' }}{% else %}"
@@ -46,7 +46,7 @@ HERMES = (
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start_header_id|>' + ('ipython' if m['role'] == 'tool' else m['role']) + '<|end_header_id|>\n\n' }}"
-    "{% if loop.first and tools %}{{ 'Reply with {\"name\": ..., \"parameters\": ...}.\n\n' }}"
+    '{% if loop.first and tools %}{{ \'Reply with {"name": ..., "parameters": ...}.\n\n\' }}'
     "{% for t in tools %}{{ t | tojson }}{{ '\n\n' }}{% endfor %}{% endif %}"
     "{% if m['tool_calls'] %}{% set f = m['tool_calls'][0]['function'] %}"
     "{{ '{\"name\": \"' + f['name'] + '\", \"parameters\": ' }}{{ f['arguments'] | tojson }}{{ '}' }}"
