@@ -31,8 +31,8 @@ from workflows.contracts import Split
 from workflows.errors import InvalidConfig
 
 PHASES = (
-    Phase("tasks", 160, (0.5, 0.1), fault_rate=0.1, decision_weight=0.3),
-    Phase("mistakes", 40, (0.1, 0.02), fault_rate=0.45),
+    Phase("tasks", 80, (0.6, 0.1), fault_rate=0.1, decision_weight=0.3),
+    Phase("mistakes", 20, (0.1, 0.02), fault_rate=0.45),
 )
 
 
