@@ -122,7 +122,7 @@ def test_a_host_that_dies_in_mid_run_costs_its_episodes_an_attempt_and_the_run_e
     listed = stack.ratchet("status").stdout
     assert "sandbox host a: draining, 0 of 8" in listed and "sandbox host b: 0 of 16" in listed
     assert "draining, 0 of 8" in a.ratchet("status")
-    stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": 3}))
+    stack.start(run, small_run(mode="sync", evaluation={"tasks": 0}, training={"steps": 3}))
     wait_for(lambda: len(b.agents()) >= 4, 500, lambda: str(stack.status(run)))
     assert not a.agents(), "a drained host has a sandbox"
     stack.ratchet("drain", "a", "--undo")
