@@ -90,8 +90,7 @@ def barred(opened: Session, *, run: str) -> list[int]:
         .order_by(col(Group.number))
     ).all()
     kept = {
-        group.group_id
-        for group in sound(opened, run=run, groups=[trainable(opened, group_id=row.id) for row in rows])
+        group.group_id for group in sound(opened, run=run, groups=[trainable(opened, group_id=row.id) for row in rows])
     }
     return [row.number for row in rows if row.id not in kept]
 

@@ -106,9 +106,7 @@ def put_group(opened: Session, *, run: str, result: GroupResult) -> None:
     )
 
 
-def put_task(
-    opened: Session, *, ref: TaskRef, kind: str, instruction: str, oracle_commands: int | None = None
-) -> None:
+def put_task(opened: Session, *, ref: TaskRef, kind: str, instruction: str, oracle_commands: int | None = None) -> None:
     """`oracle_commands`: None leaves what is known of them."""
     if oracle_commands is None:
         oracle_commands = opened.exec(select(Task.oracle_commands).where(Task.id == task_key(ref))).first()

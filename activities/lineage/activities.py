@@ -345,9 +345,7 @@ class LineageActivities(TaskActivities):
         """Close the row of a run, or of an evaluation, whose workflow is gone; one that is closed stays as it is."""
         await self._close(CloseRunInput(run=run, state=RunState.FAILED, reason=GONE))
         failed = EvaluationState.FAILED
-        await self._write(
-            lambda opened: evaluations.close_evaluation(opened, workflow=run, state=failed, reason=GONE)
-        )
+        await self._write(lambda opened: evaluations.close_evaluation(opened, workflow=run, state=failed, reason=GONE))
 
     async def _close(self, message: CloseRunInput) -> None:
         def work(opened: Session) -> None:
