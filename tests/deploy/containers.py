@@ -54,10 +54,8 @@ exec setpriv --reuid=postgres --regid=postgres --clear-groups \\
 PORTS = ("temporal", "temporal_http", "temporal_metrics", "ui", "s3", "postgres", "engine", "metrics")
 
 
-def ensure_image() -> None:
+def ensure_image(docker_host: str) -> None:
     """The image of all services, made with debootstrap where it is missing, and kept for other daemons."""
-    if subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, check=False).returncode == 0:
-        return
     archive = BASES / f"{IMAGE.replace('/', '-').replace(':', '-')}.tar"
     if not archive.is_file():
         BASES.mkdir(exist_ok=True)
@@ -75,7 +73,10 @@ def ensure_image() -> None:
             fresh.replace(archive)
     change = "ENV PATH=/usr/lib/postgresql/15/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     done = subprocess.run(
-        ["docker", "import", "--change", change, archive, IMAGE], capture_output=True, text=True, check=False
+        ["docker", "-H", docker_host, "import", "--change", change, archive, IMAGE],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -83,8 +84,9 @@ def ensure_image() -> None:
 class Services:
     """The services by their names in the compose file, started in its order, each to be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, docker_host: str) -> None:
         self._folder = folder
+        self._docker_host = docker_host
         self._prefix = f"ratchet-test-{secrets.token_hex(4)}"
         self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         self._keys = {name: secrets.token_hex(16) for name in ("access", "secret", "password")}
@@ -175,7 +177,18 @@ class Services:
             name = f"{self._prefix}-prepare"
             command = [sys.executable, "-m", "workers.stack.prepare", "--namespace"]
             done = subprocess.run(
-                ["docker", "run", "--rm", "--name", name, *self._options(self.environment("prepare")), IMAGE, *command],
+                [
+                    "docker",
+                    "-H",
+                    self._docker_host,
+                    "run",
+                    "--rm",
+                    "--name",
+                    name,
+                    *self._options(self.environment("prepare")),
+                    IMAGE,
+                    *command,
+                ],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -186,7 +199,11 @@ class Services:
         self.until(prepared)
 
     def worker(self, role: str) -> None:
-        extra = ["--volume", "/var/run/docker.sock:/var/run/docker.sock", "--pid", "host"] if role == "rollout" else []
+        extra = (
+            ["--volume", f"{self._docker_host.removeprefix('unix://')}:/var/run/docker.sock", "--pid", "host"]
+            if role == "rollout"
+            else []
+        )
         self._run(role, [sys.executable, "-m", "workers.roles", role], self.environment(role), extra)
 
     def engines(self) -> None:
@@ -204,14 +221,20 @@ class Services:
 
     def execute(self, service: str, *command: str) -> int:
         done = subprocess.run(
-            ["docker", "exec", f"{self._prefix}-{service}", *command], capture_output=True, text=True, check=False
+            ["docker", "-H", self._docker_host, "exec", f"{self._prefix}-{service}", *command],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         self.last_words = done.stdout + done.stderr
         return done.returncode
 
     def logs(self, service: str) -> str:
         done = subprocess.run(
-            ["docker", "logs", "--tail", "30", f"{self._prefix}-{service}"], capture_output=True, text=True, check=False
+            ["docker", "-H", self._docker_host, "logs", "--tail", "30", f"{self._prefix}-{service}"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout + done.stderr
 
@@ -219,7 +242,15 @@ class Services:
         found = {}
         for service in self.started:
             shown = subprocess.run(
-                ["docker", "inspect", "--format", "{{json .State.Status}}", f"{self._prefix}-{service}"],
+                [
+                    "docker",
+                    "-H",
+                    self._docker_host,
+                    "inspect",
+                    "--format",
+                    "{{json .State.Status}}",
+                    f"{self._prefix}-{service}",
+                ],
                 capture_output=True,
                 text=True,
                 check=True,
@@ -235,7 +266,11 @@ class Services:
 
     def close(self) -> None:
         for service in reversed(self.started):
-            subprocess.run(["docker", "rm", "--force", f"{self._prefix}-{service}"], capture_output=True, check=False)
+            subprocess.run(
+                ["docker", "-H", self._docker_host, "rm", "--force", f"{self._prefix}-{service}"],
+                capture_output=True,
+                check=False,
+            )
 
     def _run(self, service: str, command: list[str], env: dict[str, str], extra: list[str] | None = None) -> None:
         self.started.append(service)
@@ -253,5 +288,7 @@ class Services:
         return options
 
     def _docker(self, *arguments: str) -> None:
-        done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["docker", "-H", self._docker_host, *arguments], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"docker {arguments[:3]}: {done.stderr}"

@@ -20,6 +20,7 @@ from storage.database import open_database, session
 from storage.tables import Batch, BatchMember, Episode, PolicyVersion, Run
 from tests.deploy.containers import Services, ensure_image
 from tests.stack import small_run, wait_for
+from workers.stack.private_daemon import PrivateDaemon
 
 STEPS = 3
 KILLED = ("lineage-db", "s3", "temporal", "control", "rollout", "trainer", "engines")
@@ -29,21 +30,22 @@ pytestmark = [
     pytest.mark.machines,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
-        os.geteuid() != 0 or not all(map(shutil.which, ("docker", "debootstrap"))),
-        reason="needs root, docker, debootstrap",
+        os.geteuid() != 0 or not all(map(shutil.which, ("docker", "dockerd", "debootstrap"))),
+        reason="needs root, Docker, debootstrap",
     ),
 ]
 
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[Services]:
-    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
-        pytest.skip("no Docker daemon answers")
-    ensure_image()
+    # The machine's own may belong to a stack, and end with it.
+    daemon = PrivateDaemon(in_network=True)
+    daemon.start()
     folder = Path(tempfile.mkdtemp(prefix="ratchet-containers-"))
     folder.chmod(0o755)
-    made = Services(folder)
+    made = Services(folder, daemon.host)
     try:
+        ensure_image(daemon.host)
         made.lineage_db()
         made.s3()
         made.temporal_server()
@@ -54,6 +56,7 @@ def services() -> Iterator[Services]:
         yield made
     finally:
         made.close()
+        daemon.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 

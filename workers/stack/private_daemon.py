@@ -66,10 +66,12 @@ COVERED = (
 
 class PrivateDaemon:
     """`start` it, `kill` it as a crash would, `start` it again; `stop` for good. `userns`: root of its containers is
-    nobody on this machine, of which only the daemon's own mount name space is told the user."""
+    nobody on this machine, of which only the daemon's own mount name space is told the user. `in_network`: it is in the
+    machine's network, so that containers which are, too, are reached from here; it changes nothing there."""
 
-    def __init__(self, *, userns: bool = False) -> None:
+    def __init__(self, *, userns: bool = False, in_network: bool = False) -> None:
         self._userns = userns
+        self._in_network = in_network
         # Not below pytest's folders: a socket's path may have 108 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="ratchet-dockerd-"))
         self._socket = self._folder / "docker.sock"
@@ -99,7 +101,8 @@ class PrivateDaemon:
             "--exec-root": self._folder / "exec",
             "--pidfile": self._folder / "pid",
         }
-        command = ["unshare", "--net", "dockerd", "--live-restore", "--iptables=false"]
+        command = ["dockerd", "--bridge=none"] if self._in_network else ["unshare", "--net", "dockerd"]
+        command += ["--live-restore", "--iptables=false"]
         if self._userns:
             command = ["nsenter", f"--mount=/proc/{self._containerd.pid}/ns/mnt", *command, f"--userns-remap={USER}"]
         command += [f"{name}={value}" for name, value in options.items()]
