@@ -11,7 +11,7 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo chaos test machines check down clean audit
+.PHONY: help setup demo chaos test machines drills check down clean audit
 
 help:
 	@echo "make setup                         the virtual environment and Docker"
@@ -20,6 +20,7 @@ help:
 	@echo "make test                          all tests"
 	@echo "make audit                         known vulnerabilities of the packages in use; needs the network"
 	@echo "make machines                      the tests of Harbor and Terminal-Bench tasks, and the exploit drills"
+	@echo "make drills                        two sandbox hosts of which one dies, and a run on tasks with services"
 	@echo "make chaos                         a run that is hit every few seconds, for 20 minutes"
 	@echo "make down                          stop the stack"
 	@echo "make clean                         stop the stack, remove its state and the virtual environment"
@@ -50,13 +51,17 @@ audit: $(INSTALLED)
 
 # Two processes share the parts' own tests; then a real stack has the machine to itself.
 test: setup
-	$(BIN)/pytest -m "not e2e and not machines" -n 2 --dist loadscope
+	$(BIN)/pytest -m "not e2e and not machines and not drills" -n 2 --dist loadscope
 	$(BIN)/pytest -m e2e
 
 # The public task formats and the exploit drills, on a Debian that is made here first: 10 minutes or so.
 machines: setup
 	scripts/install-docker.sh debootstrap
 	$(BIN)/pytest -m machines
+
+# Each has a stack of its own, with its policy: 15 minutes or so.
+drills: setup
+	$(BIN)/pytest -m drills
 
 down:
 	@if [ -x $(BIN)/ratchet ]; then $(BIN)/ratchet down; fi

@@ -21,7 +21,7 @@ from tests.account import assert_complete
 from tests.stack import PROJECT, Stack, small_run, wait_for
 from workers.stack.private_daemon import PrivateDaemon, may_start_one
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.drills, pytest.mark.timeout(2400)]
 
 HOSTS = {"a": 8, "b": 16}
 """Sandboxes that may live at once."""

@@ -13,7 +13,7 @@ from storage.tables import Episode
 from tests.account import assert_complete
 from tests.stack import PROJECT, Stack, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.drills, pytest.mark.timeout(900)]
 
 STEPS = 3
 
