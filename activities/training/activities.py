@@ -25,7 +25,7 @@ from activities.training.checkpoints import load_training_state, note_state, sav
 from activities.training.engine import Trainer
 from activities.training.scoring import divergences
 from activities.training.service import TrainerService
-from activities.training.update import make_update, warning_of
+from activities.training.update import make_update, require_finite, warning_of
 from activities.training.work import Work
 from storage.groups import left_out
 from storage.objects import ObjectStore
@@ -140,6 +140,7 @@ class TrainingActivities:
         result = make_update(
             trainer, batch, config=config, step=message.step, policy_version=message.policy_version, work=work
         )
+        require_finite(result.metrics, message.step)
         lap("update")
         metrics = result.metrics | {"groups/short_share": ledger.short_share(self._database, message.batch_id)}
         if result.void:

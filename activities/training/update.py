@@ -107,6 +107,14 @@ def make_update(
     return UpdateResult(metrics=metrics, advantages=advantages)
 
 
+def require_finite(metrics: Mapping[str, float], step: int) -> None:
+    """Raises TrainerError (final) naming the metrics that are no numbers: JSON has no word for them, and a limit that is
+    compared with one never trips."""
+    if broken := {name: value for name, value in metrics.items() if not np.isfinite(value)}:
+        named = ", ".join(f"{name} is {value}" for name, value in sorted(broken.items()))
+        raise TrainerError(f"step {step}: {named}; the step is not kept", retryable=False)
+
+
 def warning_of(metrics: Mapping[str, float], training: TrainingConfig) -> str:
     """What a person should know of an update's metrics before it becomes an error; empty for a good one."""
     mismatch = metrics.get("mismatch_kl/mean", 0.0)

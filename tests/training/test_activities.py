@@ -266,6 +266,27 @@ async def test_engine_and_trainer_that_compute_different_models_stop_the_run(wor
     assert not caught.value.retryable
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_metric_that_is_no_number_ends_the_run_with_its_name_and_the_step_is_not_kept(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    run = world()
+    await run.start()
+    run.reserve(1)
+    with monkeypatch.context() as patched:
+        patched.setattr("activities.training.update.agreement", lambda *_: {"mismatch_kl/mean": 0.0, "ratio": value})
+        with pytest.raises(TrainerError, match=rf"step 1: ratio is {value}; the step is not kept") as caught:
+            await run.update(1)
+    assert not caught.value.retryable
+    # The weights that the broken step made are not gone on from.
+    whole = world()
+    await whole.start()
+    whole.reserve(1)
+    await whole.update(1)
+    await run.update(1)
+    assert_equal(weights_of(run), weights_of(whole))
+
+
 def test_a_model_whose_files_name_tensors_otherwise_is_refused(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path / "policy")
     path = tmp_path / "policy/model.safetensors"
