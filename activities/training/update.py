@@ -108,8 +108,8 @@ def make_update(
 
 
 def require_finite(metrics: Mapping[str, float], step: int) -> None:
-    """Raises TrainerError (final) naming the metrics that are no numbers: JSON has no word for them, and a limit that is
-    compared with one never trips."""
+    """Raises TrainerError (final) naming the metrics that are no numbers: JSON has no word for them, and a limit
+    that is compared with one never trips."""
     if broken := {name: value for name, value in metrics.items() if not np.isfinite(value)}:
         named = ", ".join(f"{name} is {value}" for name, value in sorted(broken.items()))
         raise TrainerError(f"step {step}: {named}; the step is not kept", retryable=False)
