@@ -47,6 +47,13 @@ class Seat:
             self._asking = asyncio.create_task(self._ask())
         await asyncio.wait([self._asking], timeout=ANSWER_S)
 
+    async def look_again(self) -> None:
+        """Renew the label, however fresh: what was seen may be older than what is to be judged by it."""
+        if self._asking is not None:
+            await asyncio.wait([self._asking], timeout=ANSWER_S)
+        self._seen = float("-inf")
+        await self.look()
+
     async def _ask(self) -> None:
         try:
             self.label, self._fault = await self.client.label(), ""
@@ -166,7 +173,8 @@ class Door:
             return
         now = Pressure.together(read)
         # A weight load makes the engine preempt what runs: that is no want of room.
-        await asyncio.gather(*(seat.look() for seat in seats))
+        preempted = before is not None and now.preemptions > before[0].preemptions
+        await asyncio.gather(*(seat.look_again() if preempted else seat.look() for seat in seats))
         labels = [seat.label for seat in seats]
         comparable = before is not None and before[1] == labels
         self._before = now, labels

@@ -56,8 +56,18 @@ class ExecChannel:
         return await self._wait(op_id, wait_s, kill=False) if self._claimed(op_id) else None
 
     async def kill_agent(self) -> None:
-        """Everything of the agent's uid at once. `kill` is the shell's own: it works where nothing can fork."""
-        await self._exec(["/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
+        """Everything of the agent's uid at once. `kill` is the shell's own: it works where nothing can fork. Where the
+        agent's processes leave no room for the shell itself, it is tried again."""
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                await self._exec(["/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
+            except ChannelLost:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(POLL_S)
+            else:
+                return
 
     async def ready(self, within_s: float = 1.0) -> None:
         """Nothing has to come up, but the first process must hold the sandbox open."""

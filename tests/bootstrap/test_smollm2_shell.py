@@ -45,6 +45,6 @@ def test_it_learns_the_agents_tokens_alone_as_a_rollout_would_have_them(base: Pa
     template = Template.load(str(base))
     messages = draw_transcript(random.Random(1), 0.0)
     ids, mask = smollm2_shell.encode(template, messages)
-    assert ids == template._render(messages, generate=False)[: len(ids)]
+    assert ids == template._render(messages, (), generate=False)[: len(ids)]
     learnt = template.text([token for token, own in zip(ids, mask, strict=True) if own])
     assert learnt == "".join(message["content"] for message in messages if message["role"] == "assistant")

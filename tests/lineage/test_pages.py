@@ -100,7 +100,9 @@ def test_an_answer_opens_by_keyboard(browser: Browser, report_page: Path) -> Non
 def test_tables_have_captions_and_heads_and_headings_are_in_order(browser: Browser, page_file: Path) -> None:
     with opened(browser, page_file) as seen:
         assert seen.page.evaluate("[...document.querySelectorAll('table')].every(one => one.caption?.textContent)")
-        assert seen.page.evaluate("[...document.querySelectorAll('th')].every(one => one.scope === 'col')")
+        assert seen.page.evaluate(
+            "[...document.querySelectorAll('th')].every(one => ['col', 'row'].includes(one.scope))"
+        )
         levels = seen.page.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(one => +one.tagName[1])")
         assert levels[0] == 1 and set(levels[1:]) == {2}
 
