@@ -33,6 +33,8 @@ START_S = 1.0
 """How long a command that finds no room is tried again."""
 WATCHDOG_GRACE_S = 1.0
 """After this the host kills too: a watchdog that the kernel took can't."""
+NOT_BEGUN = "exec failed: unable to start container process"
+"""What the daemon says where its runtime could not start the process, as in a container that has no room for one."""
 
 
 class ExecChannel:
@@ -62,8 +64,8 @@ class ExecChannel:
         while True:
             try:
                 await self._exec(["/bin/sh", "-c", "kill -9 -1"], str(AGENT_UID), [])
-            except ChannelLost:
-                if time.monotonic() > until:
+            except ChannelLost as lost:
+                if NOT_BEGUN not in str(lost) or time.monotonic() > until:
                     raise
                 await asyncio.sleep(POLL_S)
             else:
@@ -79,7 +81,7 @@ class ExecChannel:
 
     async def _start(self, op: Operation) -> bool:
         """Whether run.sh took the command up. Where the agent's processes leave no room for one more, the daemon says
-        that it started it and nothing ran: then it may be tried again."""
+        that it started it and nothing ran, or that its runtime could not: then it may be tried again."""
         words = [
             op.key,
             str(op.uid),
@@ -91,12 +93,17 @@ class ExecChannel:
         ]
         until = None
         while True:
-            made = await self._exec([f"{TOOLS}/bin/sh", f"{TOOLS}/run.sh", *words], "0", op.environment)
+            made = None
+            try:
+                made = await self._exec([f"{TOOLS}/bin/sh", f"{TOOLS}/run.sh", *words], "0", op.environment)
+            except ChannelLost as lost:
+                if NOT_BEGUN not in str(lost):
+                    raise
             # From here: in the queue for the daemon it did not look for room.
             until = until or time.monotonic() + START_S
             while not self._claimed(op.op_id):
                 await asyncio.sleep(POLL_S)
-                if not await self._runs(made):
+                if made is None or not await self._runs(made):
                     break
             if self._claimed(op.op_id) or time.monotonic() > until:
                 return self._claimed(op.op_id)
