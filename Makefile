@@ -49,9 +49,10 @@ check: $(INSTALLED)
 audit: $(INSTALLED)
 	$(BIN)/pip-audit --strict --skip-editable --progress-spinner off
 
-# Two processes share the parts' own tests; then a real stack has the machine to itself.
+# Three processes share the parts' own tests, which wait more than they compute; then a real stack has the machine to
+# itself.
 test: setup
-	$(BIN)/pytest -m "not e2e and not machines and not drills" -n 2 --dist loadscope
+	$(BIN)/pytest -m "not e2e and not machines and not drills" -n 3 --dist loadscope --no-loadscope-reorder
 	$(BIN)/pytest -m e2e
 
 # The public task formats and the exploit drills, on a Debian that is made here first: 10 minutes or so.

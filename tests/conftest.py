@@ -32,6 +32,23 @@ hypothesis.settings.register_profile("same", derandomize=True, **_EACH_TIME)
 hypothesis.settings.register_profile("explore", max_examples=2000, **_EACH_TIME)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+LONGEST = (
+    "test_ranks",
+    "test_table",
+    "test_weight_plans",
+    "test_training_run",
+    "test_resume",
+    "test_outages",
+    "test_align",
+)
+"""Files that begin first, so that no process is left alone with one at the end."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 S3 = tuple[str, str, str]
 """URL, access key and secret key of an S3 server."""
 
