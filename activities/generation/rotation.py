@@ -160,6 +160,7 @@ class Door:
 
     async def _measure(self) -> None:
         seats = [seat for seat in self.seats if seat.label]
+        labels = [seat.label for seat in seats]
         in_flight, used_up, self._used_up = self.in_flight, self._used_up or not self.room, False
         before, self._before = self._before, None
         try:
@@ -175,9 +176,10 @@ class Door:
         # A weight load makes the engine preempt what runs: that is no want of room.
         preempted = before is not None and now.preemptions > before[0].preemptions
         await asyncio.gather(*(seat.look_again() if preempted else seat.look() for seat in seats))
-        labels = [seat.label for seat in seats]
+        earlier, labels = labels, [seat.label for seat in seats]
         comparable = before is not None and before[1] == labels
-        self._before = now, labels
+        # Where a load came in between, nobody knows which weights the figures were of.
+        self._before = (now, labels) if labels == earlier else None
         self._without_figures = False
         # Ours came and went while the engine answered: what may be ours is not taken for others'.
         self._others = max(0, now.running + now.waiting - max(in_flight, self.in_flight))
