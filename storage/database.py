@@ -6,10 +6,11 @@ fails under concurrent writers whatever the timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Engine, event, func
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NotSupportedError, ProgrammingError
@@ -18,6 +19,7 @@ from sqlmodel import Session, create_engine, select
 
 from workflows.errors import StorageError
 
+Result = TypeVar("Result")
 MOST_CONNECTIONS = 40
 """Above the threads that asyncio.to_thread gives a worker, so that no activity waits for another's connection."""
 
@@ -70,3 +72,13 @@ def session(engine: Engine) -> Iterator[Session]:
         raise StorageError(f"database: {error.orig}", retryable=not final) from error
     except PoolTimeout as error:
         raise StorageError(f"database: {error}") from error
+
+
+async def in_transaction(engine: Engine, work: Callable[[Session], Result]) -> Result:
+    """What `work` returns, in one short transaction, in a thread: for event loops. Raises as `session`."""
+
+    def transaction() -> Result:
+        with session(engine) as opened:
+            return work(opened)
+
+    return await asyncio.to_thread(transaction)

@@ -12,23 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, FailureError, is_cancelled_exception
-from temporalio.workflow import ActivityHandle
 
 with workflow.unsafe.imports_passed_through():
     from workflows import policies
     from workflows.attempts import play
     from workflows.attributes import POLICY_VERSION, REWARD, RUN
     from workflows.contracts import (
-        ApplyInput,
-        ApplyOutput,
         CloseEvaluationInput,
-        EngineInfo,
         EpisodeInput,
         EpisodeKind,
         EpisodeSummary,
@@ -37,22 +31,16 @@ with workflow.unsafe.imports_passed_through():
         EvaluationResult,
         EvaluationState,
         FailureType,
-        FingerprintInput,
         FingerprintOutput,
-        LeaseEnginesInput,
-        LeaseEnginesOutput,
         Measured,
         OpenEvaluationInput,
-        QuantizedInput,
         RecordedEvaluation,
-        ServeInput,
-        ServeOutput,
         StopReason,
         TaskRef,
         derive_seed,
-        engine_queue,
         fingerprint_digest,
     )
+    from workflows.evaluation_engines import EvaluationEngines, Refused, require_unchanged
     from workflows.evaluation_request import EvaluationRequest, parse_evaluation
     from workflows.failures import failure_type, sentence
 
@@ -60,16 +48,6 @@ MAX_ATTEMPTS = 4
 """Attempts at one episode that infrastructure may take."""
 MAX_REDONE = 3
 """Attempts at one episode that may turn out to be of other weights."""
-FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
-"""Between questions whether the engines are free."""
-MOST_WAIT = timedelta(hours=24)
-"""How long a run may have the engines before the evaluation gives up."""
-PIN = replace(policies.APPLY, schedule_to_close=timedelta(minutes=10))
-SERVE = replace(policies.SERVE, schedule_to_close=timedelta(minutes=30))
-
-
-class Refused(Exception):
-    """Its episodes do not make a result: internal, never crosses the workflow."""
 
 
 @workflow.defn(name="Evaluation")
@@ -77,9 +55,10 @@ class Evaluation:
     def __init__(self) -> None:
         self._done = 0
         self._redone = 0
-        self._pins = 0
-        """How often the engines were brought back to the version."""
-        self._pinning = asyncio.Lock()
+
+    @property
+    def _input(self) -> EvaluationInput:
+        return self._engines.input
 
     @workflow.run
     async def run(self, input: Any = None) -> EvaluationResult:
@@ -87,7 +66,7 @@ class Evaluation:
         asked = _read(input)
         if isinstance(asked, EvaluationRequest):
             return await self._alone(asked)
-        self._input = asked
+        self._engines = EvaluationEngines(asked)
         return await (self._measure() if asked.engines else self._unpinned())
 
     # --- one that was asked for -----------------------------------------------------------------------------------
@@ -102,11 +81,11 @@ class Evaluation:
             raise ApplicationError(sentence(error), type=failure_type(error), non_retryable=True) from error
         workflow.upsert_search_attributes([RUN.value_set(self._input.run)])
         try:
-            if await self._lease():
+            if await self._engines.lease():
                 # The run that had the engines has newer versions now, and may have removed the one that was newest.
                 await self._open(request)
             if not self._input.quantization:
-                await self._serve()
+                await self._engines.serve()
             result = await self._measure(pin=True)
         except (asyncio.CancelledError, FailureError) as error:
             cancelled = is_cancelled_exception(error)
@@ -122,7 +101,7 @@ class Evaluation:
 
     async def _open(self, request: EvaluationRequest) -> None:
         info = workflow.info()
-        self._input = await policies.call(
+        input = await policies.call(
             "open_evaluation",
             OpenEvaluationInput(
                 workflow_id=info.workflow_id,
@@ -133,56 +112,7 @@ class Evaluation:
             policies.CHECK,
             summary="check run, weights, taskset, engines",
         )
-
-    async def _lease(self) -> bool:
-        """Have the engines for itself: weights change under a run that goes on. Whether it had to wait."""
-        began, pause = workflow.now(), FIRST_WAIT
-        while True:
-            out = await policies.call(
-                "lease_engines",
-                LeaseEnginesInput(run=workflow.info().workflow_id),
-                LeaseEnginesOutput,
-                policies.LINEAGE,
-                summary="lease the engines",
-            )
-            if not out.held_by:
-                return pause > FIRST_WAIT
-            if workflow.now() - began > MOST_WAIT:
-                raise ApplicationError(
-                    f"the engines were not free within {MOST_WAIT}: {out.held_by!r} holds them",
-                    type=FailureType.ENGINE,
-                    non_retryable=True,
-                )
-            workflow.set_current_details(f"waiting for the engines, which {out.held_by!r} holds")
-            await workflow.sleep(pause)
-            pause = min(2 * pause, LONGEST_WAIT)
-
-    async def _serve(self) -> None:
-        """Engines that do not come up are left out, as long as one does."""
-        input = self._input
-        workflow.set_current_details(f"{len(input.engines)} engine(s) start on {input.model}")
-        serving = [
-            policies.start(
-                "serve",
-                ServeInput(
-                    run=input.run,
-                    engine=engine,
-                    model=input.model,
-                    context_length=input.limits.context_length,
-                    dtype=input.dtype,
-                ),
-                ServeOutput,
-                SERVE,
-                summary=f"{engine.name} serves {input.model}",
-                queue=engine_queue(engine.host),
-            )
-            for engine in input.engines
-        ]
-        whys = _whys(input.engines, await asyncio.gather(*serving, return_exceptions=True))
-        up = [engine for engine, why in zip(input.engines, whys, strict=True) if not why]
-        if not up:
-            raise ApplicationError(f"no engine serves: {'; '.join(whys)}", type=FailureType.ENGINE, non_retryable=True)
-        self._input = input.model_copy(update={"engines": up})
+        self._engines = EvaluationEngines(input)
 
     async def _close(self, state: EvaluationState, reason: str) -> None:
         """Write the end, free the engines. They were the evaluation's alone, so that this must not fail."""
@@ -202,78 +132,16 @@ class Evaluation:
         seen = FingerprintOutput()
         try:
             if pin:
-                await self._pin()
-            seen = await self._fingerprint("before the first episode")
+                await self._engines.pin()
+            seen = await self._engines.fingerprint("before the first episode")
             rewards = await self._play_all()
-            _unchanged(seen, await self._fingerprint("after the last episode"))
+            require_unchanged(seen, await self._engines.fingerprint("after the last episode"))
             result = self._result(rewards).model_copy(update={"fingerprint": fingerprint_digest(seen.fields)})
         except Refused as error:
             input = self._input
             result = EvaluationResult(version=input.version, episodes=0, mean_reward=0.0, refused=str(error))
             workflow.set_current_details(f"refused: {error}")
         return await self._record(result.model_copy(update={"redone": self._redone}), seen, started_at)
-
-    async def _fingerprint(self, when: str) -> FingerprintOutput:
-        """What serves. Raises Refused where engines differ, or none carries the version."""
-        input = self._input
-        message = FingerprintInput(
-            run=input.run,
-            version=input.version,
-            manifest=input.manifest,
-            model=input.model,
-            tasks=input.tasks,
-            limits=input.limits,
-            engines=input.engines,
-        )
-        try:
-            out = await policies.call(
-                "fingerprint", message, FingerprintOutput, policies.CHECK, summary=f"what serves {when}"
-            )
-        except ActivityError as error:
-            if is_cancelled_exception(error):
-                raise
-            raise Refused(f"{when}: {sentence(error)}") from error
-        if out.refused:
-            raise Refused(out.refused)
-        return out
-
-    async def _pin(self) -> None:
-        """Bring the version to every engine; one that serves it is only asked. Raises Refused where none can."""
-        input = self._input
-        workflow.set_current_details(f"version {input.version} goes to {len(input.engines)} engine(s)")
-        loads = [self._load(engine) for engine in input.engines]
-        whys = _whys(input.engines, await asyncio.gather(*loads, return_exceptions=True))
-        if all(whys):
-            raise Refused(f"no engine serves version {input.version}: {'; '.join(whys)}")
-
-    def _load(self, engine: EngineInfo) -> ActivityHandle[ApplyOutput]:
-        input, queue = self._input, engine_queue(engine.host)
-        where: dict[str, Any] = {
-            "run": input.run,
-            "engine": engine,
-            "version": input.version,
-            "manifest": input.manifest,
-        }
-        if not input.quantization:
-            load, summary = ApplyInput(**where, kv=input.limits.kv), f"version {input.version} on {engine.name}"
-            return policies.start("apply", load, ApplyOutput, PIN, summary=summary, queue=queue)
-        message = QuantizedInput(
-            **where,
-            model=input.model,
-            context_length=input.limits.context_length,
-            dtype=input.dtype,
-            method=input.quantization,
-        )
-        summary = f"version {input.version} in {input.quantization} on {engine.name}"
-        return policies.start("serve_quantized", message, ApplyOutput, SERVE, summary=summary, queue=queue)
-
-    async def _pin_again(self, seen: int) -> None:
-        """`_pin`, once for all that noticed the same change. `seen`: `_pins` when the attempt began."""
-        async with self._pinning:
-            if self._pins == seen:
-                await self._pin()
-                # Afterwards: what begins before the engines are back has seen the same change.
-                self._pins += 1
 
     async def _record(self, result: EvaluationResult, seen: FingerprintOutput, started_at: float) -> EvaluationResult:
         input = self._input
@@ -366,7 +234,7 @@ class Evaluation:
         lost = foreign = 0
         async with self._slots:
             while lost < MAX_ATTEMPTS:
-                pins = self._pins
+                pins = self._engines.pins
                 summary = await self._attempt(index, lost + foreign, task)
                 if summary.valid and self._is_of_the_version(summary):
                     self._progress()
@@ -382,7 +250,7 @@ class Evaluation:
                 else:
                     lost += 1
                 if self._input.engines and (summary.valid or summary.stop_reason is StopReason.ENGINE_LOST):
-                    await self._pin_again(pins)
+                    await self._engines.pin_again(pins)
         self._progress()
         return kind, None
 
@@ -424,33 +292,6 @@ def _read(raw: Any) -> EvaluationInput | EvaluationRequest:
         return parse_evaluation(raw)
     except ValueError as error:
         raise ApplicationError(str(error), type=FailureType.INVALID_CONFIG, non_retryable=True) from None
-
-
-def _whys(engines: list[EngineInfo], ended: list[Any]) -> list[str]:
-    """Why each engine did not do what it was asked to; empty where it did. Raises a cancellation, and our own bugs."""
-    whys = []
-    for engine, end in zip(engines, ended, strict=True):
-        if isinstance(end, BaseException):
-            if not isinstance(end, ActivityError) or is_cancelled_exception(end):
-                raise end
-            whys.append(f"{engine.name}: {sentence(end)}")
-        elif isinstance(end, ApplyOutput) and not end.proven:
-            whys.append(f"{engine.name}: {end.why}")
-        else:
-            whys.append("")
-    return whys
-
-
-def _unchanged(before: FingerprintOutput, after: FingerprintOutput) -> None:
-    """Raises Refused with what changed."""
-    names = sorted(before.fields.keys() | after.fields.keys())
-    changed = [name for name in names if before.fields.get(name) != after.fields.get(name)]
-    if changed:
-        what = ", ".join(f"{name} {before.fields.get(name)} -> {after.fields.get(name)}" for name in changed)
-        raise Refused(f"what serves changed while it was evaluated: {what}")
-    for engine, parameters in after.engines.items():
-        if before.engines.get(engine, parameters) != parameters:
-            raise Refused(f"{engine} holds other parameters than before the first episode")
 
 
 def _summary(result: EvaluationResult) -> str:

@@ -23,7 +23,7 @@ from activities.janitor.rules import run_of_key, runs_of_pass, stale
 from activities.lineage.activities import LineageActivities
 from activities.lineage.runs import RunControlActivities
 from storage import queries
-from storage.database import session
+from storage.database import in_transaction
 from storage.objects import MissingObject, ObjectStore, Upload
 from storage.tables import Run
 from workflows.config import PublicationConfig
@@ -103,11 +103,7 @@ class RecordJanitorActivities:
         return Swept(removed={"manifests": found.manifests, "objects": found.objects}, bytes=found.bytes)
 
     async def _read(self, work: Callable[[Session], Value]) -> Value:
-        def transaction() -> Value:
-            with session(self._database) as opened:
-                return work(opened)
-
-        return await asyncio.to_thread(transaction)
+        return await in_transaction(self._database, work)
 
 
 def _open_runs(opened: Session, namespace: str) -> list[str]:

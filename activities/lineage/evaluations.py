@@ -18,7 +18,7 @@ from temporalio import activity
 
 from activities.publication.manifest import Manifest, read_manifest
 from storage import evaluations, queries
-from storage.database import session
+from storage.database import in_transaction
 from storage.objects import MissingObject, ObjectStore
 from storage.tables import Publication, ServedEvaluation
 from tasksets import Taskset, pick
@@ -70,11 +70,7 @@ class EvaluationActivities:
         self._now = now
 
     async def _write(self, work: Callable[[Session], Result]) -> Result:
-        def transaction() -> Result:
-            with session(self._database) as opened:
-                return work(opened)
-
-        return await asyncio.to_thread(transaction)
+        return await in_transaction(self._database, work)
 
     @activity.defn(name="open_evaluation")
     async def open_evaluation(self, message: OpenEvaluationInput) -> EvaluationInput:

@@ -6,7 +6,6 @@ rows, and is written whole or refused with every mistake.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from sqlmodel import Session
 from temporalio import activity
 
 from storage import difficulty, queries
-from storage.database import session
+from storage.database import in_transaction
 from storage.tables import ChangedTask
 from tasksets import Taskset, first_cycle
 from workflows.config import RunConfig
@@ -41,11 +40,7 @@ class TaskActivities:
         self._now = now
 
     async def _write(self, work: Callable[[Session], Result]) -> Result:
-        def transaction() -> Result:
-            with session(self._database) as opened:
-                return work(opened)
-
-        return await asyncio.to_thread(transaction)
+        return await in_transaction(self._database, work)
 
     @activity.defn(name="draw_tasks")
     async def draw_tasks(self, message: DrawTasksInput) -> DrawTasksOutput:
