@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 
 from temporalio import activity
 
-from activities.generation.engine import Affinity, EngineClient, Generation
+from activities.generation.affinity import Affinity
+from activities.generation.answers import Generation
+from activities.generation.engine import EngineClient
 from activities.generation.harnesses import Harness, open_harness
 from activities.generation.routing import Ask, Cached, EnginePool, Grant
 from activities.generation.server import routes_experts

@@ -8,17 +8,18 @@ call closes its connection, upon which the engine drops the request. Called by t
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
 import httpx
 
+from activities.generation.affinity import Affinity
+from activities.generation.answers import Checksums, Generation, read_cached, read_generation, readable, refused
 from activities.generation.pressure import Pressure
 from activities.generation.server import SERVED_NAME
-from workflows.contracts import EngineInfo, FinishReason, InFlight, KvPlan, parse_policy_label
+from workflows.contracts import EngineInfo, InFlight, KvPlan, parse_policy_label
 from workflows.errors import EngineError
 
 GENERATE_PATH = "/inference/v1/generate"
@@ -30,8 +31,6 @@ CONTROL_S = 300.0
 ASK_S = 5.0
 PROBE_PRIORITY = -1000
 """Before every rollout: an engine that proves itself is out of rotation until it has."""
-PASSING = (408, 425, 429)
-"""Refusals of what stands between us and the engine that say: later."""
 KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -40,61 +39,8 @@ KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
 ]
 """A machine that is gone says nothing: its requests fail after 25 s, not when they should long have been answered."""
-FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": None}
 PAUSES = {InFlight.FINISH: "wait", InFlight.ABORT_CONTINUE: "abort", InFlight.KEEP: "keep"}
 """vLLM's words for what becomes of requests in flight."""
-
-
-class VersionSpan(NamedTuple):
-    """Sampled tokens `[start, end)` were made under the weights labelled `label`."""
-
-    label: str
-    start: int
-    end: int
-
-
-class Affinity(NamedTuple):
-    """What a request has in common with others, for whoever stands between us and the engine."""
-
-    session: str
-    """The episode: its later turns begin with this one's tokens."""
-    prefix: str
-    """What the prompt is made of: siblings share it."""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """`X-Session-ID` is what a router is told to hash (vLLM's router and production stack, Envoy, Caddy), the next
-        what SGLang's gateway hashes by itself; the last keeps siblings together where a router is told to hash it."""
-        session, prefix = quote(self.session), quote(self.prefix)
-        return {"X-Session-ID": session, "X-SMG-Routing-Key": session, "X-Ratchet-Prefix": prefix}
-
-
-class Checksums(NamedTuple):
-    """Of weights as an engine has them, by activities/publication/checksums.py."""
-
-    given: dict[str, str]
-    """Of each tensor that its model was given, by name."""
-    held: list[tuple[str, list[str]]]
-    """Of each parameter that can be seen, with the names of the tensors that it is made of."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer: aligned lists of the sampled tokens, the stop token among them."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Natural log, of the distribution sampled from."""
-    spans: list[VersionSpan]
-    finish_reason: FinishReason | None
-    """None: it was cut before its end, with the tokens that it had."""
-    cached_tokens: int
-    routed_experts: str = ""
-    """As in Segment; empty from an engine that does not say."""
-
-    @property
-    def labels(self) -> set[str]:
-        return {span.label for span in self.spans}
 
 
 class EngineClient:
@@ -163,7 +109,7 @@ class EngineClient:
             words = f"{self.info.name}: no answer within {timeout_s:g} s (rollout.generate_timeout_s)"
             raise EngineError(words, retryable=False) from error
         with self._reading():
-            made = _generation(answer, self.info.name)
+            made = read_generation(answer, self.info.name)
         if routed_from is None or made.routed_experts:
             return made
         experts = await self._routed(answer, routed_from, len(token_ids) + len(made.token_ids) - 1)
@@ -195,7 +141,7 @@ class EngineClient:
             body["cache_salt"] = cache_salt
         answer = await self._generate(body, read_s=CONTROL_S)
         with self._reading():
-            return _cached(answer)
+            return read_cached(answer)
 
     async def label(self) -> str:
         """The weight label that the engine carries now."""
@@ -313,7 +259,7 @@ class EngineClient:
             return first
 
     def _reading(self) -> AbstractContextManager[None]:
-        return _readable(self.info.name)
+        return readable(self.info.name)
 
     async def _generate(
         self, body: dict[str, Any], *, read_s: float = GENERATE_S, headers: dict[str, str] | None = None
@@ -323,7 +269,7 @@ class EngineClient:
 
     async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         response = await self._request(method, path, **options)
-        with _readable(f"{self.info.name} {path}"):
+        with readable(f"{self.info.name} {path}"):
             answer: dict[str, Any] = response.json() if response.content else {}
             return answer
 
@@ -338,46 +284,4 @@ class EngineClient:
         return response
 
     def _refused(self, path: str, response: httpx.Response) -> EngineError:
-        message = f"{self.info.name} {path}: HTTP {response.status_code} {_detail(response)}"
-        return EngineError(message, retryable=response.status_code >= 500 or response.status_code in PASSING)
-
-
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    """An answer that is not of the engine's shape, as a proxy's page, is the engine's fault and may pass."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise EngineError(f"{what}: an answer that can't be read: {type(error).__name__} {error}") from error
-
-
-def _detail(response: httpx.Response) -> str:
-    """vLLM's own message, or the start of whatever came."""
-    try:
-        return str(response.json()["error"]["message"])[:300]
-    except (ValueError, LookupError, TypeError):
-        return response.text[:300]
-
-
-def _cached(answer: dict[str, Any]) -> int:
-    return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-
-
-def _generation(answer: dict[str, Any], engine: str) -> Generation:
-    choice = answer["choices"][0]
-    if choice["finish_reason"] not in FINISH or (choice["finish_reason"] == "abort" and not choice["token_ids"]):
-        raise EngineError(f"{engine}: the answer ended with {choice['finish_reason']!r}")
-    finish = FINISH[choice["finish_reason"]]
-    spans = [VersionSpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
-    generation = Generation(
-        token_ids=choice["token_ids"],
-        logprobs=[item["logprob"] for item in choice["logprobs"]["content"]],
-        spans=spans,
-        finish_reason=finish,
-        cached_tokens=_cached(answer),
-        routed_experts=choice.get("routed_experts") or "",
-    )
-    covered = [index for span in spans for index in range(span.start, span.end)]
-    if covered != list(range(len(generation.token_ids))) or len(generation.logprobs) != len(generation.token_ids):
-        raise EngineError(f"{engine}: a token without log-probability or weight version")
-    return generation
+        return refused(f"{self.info.name} {path}", response)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from activities.generation.engine import Checksums
+from activities.generation.answers import Checksums
 from activities.publication.checksums import added
 from activities.publication.manifest import Canary, Manifest, TensorInfo
 from workflows.contracts import ApplyInput, ApplyOutput, KvPlan, Message

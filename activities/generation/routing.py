@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from activities.generation.engine import Affinity, EngineClient
+from activities.generation.affinity import Affinity
+from activities.generation.engine import EngineClient
 from activities.generation.placement import Load, place, return_to
 from activities.generation.rotation import Door, Seat
 from activities.generation.router import RouterClient

@@ -5,7 +5,9 @@ import asyncio
 import httpx
 import pytest
 
-from activities.generation.engine import Affinity, EngineClient, VersionSpan
+from activities.generation.affinity import Affinity
+from activities.generation.answers import VersionSpan
+from activities.generation.engine import EngineClient
 from tests.generation.fakes import FakeEngine, choice
 from tests.generation.http_servers import HttpServer
 from workflows.contracts import EngineInfo, FinishReason

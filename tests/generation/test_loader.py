@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, text
 
-from activities.generation.engine import Checksums
+from activities.generation.answers import Checksums
 from activities.generation.loader import EngineLoader
 from activities.generation.loading import EngineActivities, EngineKeeper
 from activities.generation.proof import compared

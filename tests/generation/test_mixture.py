@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from activities.generation.engine import Generation
+from activities.generation.answers import Generation
 from tests.generation.policies import save_mixture
 from tests.generation.test_vllm import logprobs
 from tests.generation.vllm_server import Server, started

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from activities.generation.activities import GenerationActivities
-from activities.generation.engine import Affinity
+from activities.generation.affinity import Affinity
 from activities.generation.routing import Ask, EnginePool
 from storage.objects import ObjectStore
 from tests.generation.fakes import FakeEngine, choice

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from activities.generation.engine import Affinity
+from activities.generation.affinity import Affinity
 from activities.generation.placement import QUIET
 from activities.generation.routing import Ask, Cached, EnginePool, Grant
 from tests.generation.fakes import FakeEngine

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from activities.generation.engine import Checksums
+from activities.generation.answers import Checksums
 from activities.generation.proof import compared
 from activities.generation.staging import Staging
 from activities.publication.checksums import Received, checksum, checksums_of_model, remember
