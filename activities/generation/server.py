@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ BLOCK_TOKENS = 32
 PREFILL_TOKENS = 8192
 KV_BYTES_MIN = 128 << 20
 KV_BYTES_MAX = {"cpu": 2 << 30, "cuda": 16 << 30}
+FORKED = "RATCHET_ENGINE_FORKED"
+"""Set where the engine's core is forked from the server."""
 
 
 class EngineSpec(Message):
@@ -153,16 +156,27 @@ def environment(base: Mapping[str, str], *, on: str, cores: int, mixture: bool =
     shared = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if on != "cpu":
         return shared | ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if mixture else {})
-    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, cores // 2))}
-    # The core is forked from the server, which has imported all of vLLM: spawned it would import all of it again.
-    start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    threads = max(1, cores // 2)
+    kernels = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ({FORKED: "1"} if threads == 1 else {})
     # In eager mode one small function would still be compiled, by a C++ compiler, at the first request of all.
-    return shared | threads | start | {"TORCHDYNAMO_DISABLE": "1"}
+    return shared | kernels | start | {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def fork_the_core() -> None:
+    """The core is forked from the server, which has imported all of vLLM; spawned, as vLLM would have it on a CPU, it
+    imports all of it again: ten seconds and more of a core. Only for kernels of one thread: a fork has none of its
+    parent's threads, and does without the libraries that vLLM has a new process preload for the sake of several."""
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    if FORKED in os.environ:
+        fork_the_core()
     sys.argv[0] = "vllm"
     os.register_at_fork(after_in_child=end_with_parent)
     serve()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.generation.server import EngineSpec, command, environment, kv_cache_bytes, routes_experts
+from activities.generation.server import FORKED, EngineSpec, command, environment, kv_cache_bytes, routes_experts
 from workflows.errors import InvalidConfig
 
 QWEN = {
@@ -78,6 +78,8 @@ def test_the_cache_holds_every_sequence_at_full_length_within_bounds(model: Path
 def test_an_engine_on_a_cpu_box_leaves_half_its_threads_to_the_others() -> None:
     threads = [environment({}, on="cpu", cores=cores)["OMP_NUM_THREADS"] for cores in (1, 2, 16)]
     assert threads == ["1", "1", "8"]
+    forked = [FORKED in environment({}, on="cpu", cores=cores) for cores in (1, 2, 16)]
+    assert forked == [True, True, False], "only where no kernel has threads that a fork would lack"
 
 
 def test_a_gpu_engine_gets_no_cpu_settings() -> None:

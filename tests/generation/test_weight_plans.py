@@ -10,13 +10,11 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
 from temporalio.testing import ActivityEnvironment
 
 from activities.generation.activities import GenerationActivities
@@ -26,17 +24,20 @@ from activities.generation.routing import EnginePool
 from activities.generation.weights import WeightsCache
 from activities.publication.manifest import Canary, listed_folder, read_manifest, write_manifest
 from activities.publication.offers import Offers, OfferServer
+from storage.database import open_database
 from storage.objects import ObjectStore
+from tests.conftest import S3, bucket_of
+from tests.generation.conftest import CONTEXT
 from tests.generation.policies import save_policy
 from tests.generation.test_generate import OneTask, message
 from tests.generation.test_vllm import PROBE, logprobs
-from tests.generation.vllm_server import Server, started
+from tests.generation.vllm_server import Server
 from tests.generation.worlds import Publisher
 from workflows.contracts import ApplyInput, GenerateOutput, InFlight, KvPlan, Sampling, Segment, WeightChannel
 
 pytestmark = pytest.mark.engine
-CONTEXT = 512
-EPISODES = 6
+EPISODES = 4
+TOKENS = 100
 PLANS = [
     *itertools.product(WeightChannel, InFlight, [KvPlan.DROP]),
     (WeightChannel.DIRECT, InFlight.KEEP, KvPlan.SALT),
@@ -45,25 +46,10 @@ PLANS = [
 ]
 
 
-@pytest.fixture(scope="module")
-async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Server]]:
-    async with AsyncExitStack() as stack:
-        starting = [
-            stack.enter_async_context(
-                started(
-                    tmp_path_factory.mktemp("home"),
-                    tmp_path_factory.mktemp("model") / "base",
-                    context_length=CONTEXT,
-                    name=f"local-e{index}",
-                )
-            )
-            for index in range(2)
-        ]
-        yield list(await asyncio.gather(*starting))
-
-
 @dataclass
 class World:
+    """One run over the session's two engines: every plan loads its next version."""
+
     servers: list[Server]
     loaders: list[EngineLoader]
     publisher: Publisher
@@ -111,10 +97,10 @@ class World:
         asked = message(
             self.servers[0].model,
             run=self.publisher.run,
-            attempt_id=f"{self.publisher.run}/g{number}/e0/a0",
-            session=f"{self.publisher.run}/g{number}/e0/a0",
+            attempt_id=(attempt := f"{self.publisher.run}/g{1000 * len(self.models) + number}/e0/a0"),
+            session=attempt,
             seed=number,
-            sampling=Sampling(temperature=1.0, max_tokens=150, context_length=CONTEXT),
+            sampling=Sampling(temperature=1.0, max_tokens=TOKENS, context_length=CONTEXT),
             kv=kv,
         )
         task = asked.task.model_copy(update={"task_id": at_home_on(self.servers[number % 2].client.info.name)})
@@ -124,18 +110,19 @@ class World:
         return out
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def world(
-    servers: list[Server], object_store: ObjectStore, database: Engine, tmp_path: Path, request: pytest.FixtureRequest
+    servers: list[Server], s3_endpoint: S3, migrated: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[World]:
-    run = f"run-{PLANS.index(tuple(request.node.callspec.params.values()))}"
-    offers = Offers(tmp_path / "offers")
-    address = f"unix:{tmp_path / 's'}"
+    folder = tmp_path_factory.mktemp("plans")
+    store, database = bucket_of(s3_endpoint), open_database(f"sqlite:///{shutil.copy(migrated, folder / 'lineage.db')}")
+    offers = Offers(folder / "offers")
+    address = f"unix:{folder / 's'}"
     loaders = [
         EngineLoader(
             server.client,
-            object_store,
-            WeightsCache(object_store, server.home / "weights"),
+            store,
+            WeightsCache(store, server.home / "weights"),
             database,
             server.home,
             OfferSource(address, offers.folder),
@@ -143,13 +130,13 @@ async def world(
         )
         for server in servers
     ]
-    infos = [server.client.info for server in servers]
     with OfferServer(address, offers):
-        async with EnginePool(infos) as pool:
-            activities = GenerationActivities(pool, object_store, lambda _: OneTask())
-            yield World(
-                servers, loaders, Publisher(object_store, tmp_path / "p", run=run), offers, activities, object_store
-            )
+        async with EnginePool([server.client.info for server in servers]) as pool:
+            activities = GenerationActivities(pool, store, lambda _: OneTask())
+            made = World(servers, loaders, Publisher(store, folder / "p", run="plans"), offers, activities, store)
+            await made.load(made.publish(WeightChannel.S3), InFlight.FINISH, KvPlan.DROP)
+            yield made
+    database.dispose()
     for server in servers:
         shutil.rmtree(server.home / "weights", ignore_errors=True)
 
@@ -158,7 +145,30 @@ async def world(
 async def test_the_version_of_every_token_over_a_load_is_that_of_the_weights_that_made_it(
     world: World, channel: WeightChannel, in_flight: InFlight, kv: KvPlan
 ) -> None:
-    await world.load(world.publish(channel), in_flight, kv)
+    # A busy machine may stop this process for so long that all answers end before the load: then once more.
+    for _ in range(5):
+        judged = await over_a_load(world, channel, in_flight, kv)
+        if kv is KvPlan.KEEP:
+            await world.load(world.publish(channel), in_flight, KvPlan.DROP)
+        if in_flight is InFlight.FINISH or judged.spanning:
+            break
+    assert judged.kept >= 2 if kv is KvPlan.KEEP else judged.kept == 0
+    if in_flight is InFlight.FINISH:
+        assert judged.spanning == 0, "what was in flight ended under the old weights"
+    else:
+        assert judged.spanning > 0, "no request went over the load"
+
+
+@dataclass
+class Judged:
+    answers: int = 0
+    spanning: int = 0
+    kept: int = 0
+
+
+async def over_a_load(world: World, channel: WeightChannel, in_flight: InFlight, kv: KvPlan) -> Judged:
+    """What the answers of a load of the next version show, each compared with the oracle."""
+    old = len(world.models) - 1
     key = world.publish(channel)
     loaded, outs = asyncio.Event(), list[GenerateOutput]()
 
@@ -169,7 +179,7 @@ async def test_the_version_of_every_token_over_a_load_is_that_of_the_weights_tha
             number += EPISODES
 
     players = [asyncio.create_task(play(number)) for number in range(EPISODES)]
-    while len(outs) < EPISODES:
+    while {out.engine for out in outs} != {server.client.info.name for server in world.servers}:
         await asyncio.sleep(0.01)
     await world.load(key, in_flight, kv)
     loaded.set()
@@ -177,28 +187,23 @@ async def test_the_version_of_every_token_over_a_load_is_that_of_the_weights_tha
     outs += [await world.generate(number, kv) for number in range(2)]
     segments = [Segment.model_validate_json(world.store.get(out.segment or "")) for out in outs]
     assert len({segment.engine for segment in segments}) == 2, "both engines were under load"
-    judged = spanning = kept = 0
+    judged = Judged()
     for segment in segments:
         prompt = segment.loss_mask.index(1)
         versions = segment.versions[prompt:]
-        assert versions == sorted(versions) and set(versions) <= {0, 1}
-        if set(versions) == {0} and judged > 2 * EPISODES:
-            continue
-        judged, spanning = judged + 1, spanning + len(set(versions)) - 1
-        if kv is KvPlan.KEEP and 0 not in versions:
-            kept += 1
+        assert versions == sorted(versions) and set(versions) <= {old, old + 1}
+        judged.answers, judged.spanning = judged.answers + 1, judged.spanning + len(set(versions)) - 1
+        if kv is KvPlan.KEEP and old not in versions:
+            judged.kept += 1
             switch = segment.cached_tokens
             assert switch > 0, "a prompt that was there under the old weights is in the cache that they left"
         else:
             # The last token of the old weights was sampled and not put in.
-            switch = prompt + versions.index(1) - 1 if stale(in_flight, kv) and set(versions) == {0, 1} else 0
-        expected = oracle(world.models, segment.token_ids, prompt, versions, switch)
+            spans = stale(in_flight, kv) and len(set(versions)) == 2
+            switch = prompt + versions.index(old + 1) - 1 if spans else 0
+        expected = oracle(world.models[old:], segment.token_ids, prompt, [v - old for v in versions], switch)
         assert segment.logprobs[prompt:] == pytest.approx(expected, abs=2e-4)
-    assert kept >= 2 if kv is KvPlan.KEEP else kept == 0
-    if in_flight is InFlight.FINISH:
-        assert spanning == 0, "what was in flight ended under the old weights"
-    else:
-        assert spanning > 0, "no request went over the load"
+    return judged
 
 
 def at_home_on(engine: str) -> str:

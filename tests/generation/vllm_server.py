@@ -29,6 +29,8 @@ class Server:
     process: subprocess.Popen[bytes]
     seconds: float
     restarted: bool
+    first_label: str
+    """The weight label that it began with."""
 
 
 @asynccontextmanager
@@ -61,7 +63,8 @@ async def started(
     try:
         spec = EngineSpec.of(str(model), context_length=context_length, dtype=dtype)
         restarted = await serve(client, spec, home, wait_s=240)
-        yield Server(home, model, client, process, time.monotonic() - began, restarted)
+        seconds = time.monotonic() - began
+        yield Server(home, model, client, process, seconds, restarted, await client.label())
     finally:
         await client.close()
         if process.poll() is None:
