@@ -14,7 +14,8 @@ import pytest
 from sqlalchemy import Engine
 
 from activities.generation.activities import proven_versions
-from activities.generation.engine import EngineClient, Generation
+from activities.generation.answers import Generation
+from activities.generation.engine import EngineClient
 from activities.generation.loader import EngineLoader, OfferSource
 from activities.generation.server import BLOCK_TOKENS, EngineSpec
 from activities.generation.serving import serve
