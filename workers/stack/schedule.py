@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 from temporalio.client import (
@@ -40,8 +41,19 @@ def janitor_schedule() -> Schedule:
     )
 
 
+UPDATES = 10
+"""How often an update is made that the schedule does not show."""
+
+
 async def ensure_schedule(client: Client) -> None:
-    """The schedule is there and as this code has it. One that an operator paused stays paused."""
+    """The schedule is there and as this code has it. One that an operator paused stays paused.
+
+    The server drops an update without a word where something else changed the schedule since it was read; so what is
+    there afterwards is looked at.
+
+    Raises:
+        TimeoutError: after some seconds in which no update held.
+    """
     schedule = janitor_schedule()
 
     def update(found: ScheduleUpdateInput) -> ScheduleUpdate:
@@ -50,5 +62,14 @@ async def ensure_schedule(client: Client) -> None:
 
     try:
         await client.create_schedule(JANITOR, schedule)
+        return
     except ScheduleAlreadyRunningError:
-        await client.get_schedule_handle(JANITOR).update(update)
+        handle = client.get_schedule_handle(JANITOR)
+    for _ in range(UPDATES):
+        await handle.update(update)
+        for _ in range(UPDATES):
+            found = (await handle.describe()).schedule
+            if found.spec.intervals == schedule.spec.intervals and found.policy == schedule.policy:
+                return
+            await asyncio.sleep(0.1)
+    raise TimeoutError(f"schedule {JANITOR!r} does not take its update; delete it and run `ratchet up` again")
