@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from tasksets.base import Task, Taskset
 from tasksets.folder import FolderTaskset
@@ -56,11 +57,18 @@ def first_cycle(taskset: Taskset, split: Split, seed: int) -> list[str]:
     return _cycle(kinds, _dice(seed, split, 0)) if kinds else []
 
 
+_KINDS: WeakKeyDictionary[Taskset, dict[Split, dict[str, list[str]]]] = WeakKeyDictionary()
+"""What `_by_kind` found: a split never changes while it is open, and loading all its tasks takes a while."""
+
+
 def _by_kind(taskset: Taskset, split: Split) -> dict[str, list[str]]:
-    kinds: dict[str, list[str]] = {}
-    for task_id in taskset.ids(split):
-        kinds.setdefault(taskset.load(task_id).kind, []).append(task_id)
-    return kinds
+    known = _KINDS.setdefault(taskset, {})
+    if split not in known:
+        kinds: dict[str, list[str]] = {}
+        for task_id in taskset.ids(split):
+            kinds.setdefault(taskset.load(task_id).kind, []).append(task_id)
+        known[split] = kinds
+    return known[split]
 
 
 def _dice(seed: int, split: Split, cycle: int) -> random.Random:
