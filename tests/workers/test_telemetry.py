@@ -109,7 +109,7 @@ async def test_a_run_shows_on_one_page_with_what_the_sdk_measures(server: str, t
 
     world.fail = fail
     async with telemetry(settings(tmp_path, *free_ports(1)), "control") as told, workers(server, told, world) as client:
-        await (await start(client, run_json(training={"steps": 2}), run)).result()
+        await (await start(client, run_json(training={"steps": 2}, evaluation={"tasks": 1}), run)).result()
         page = await page_of(told)
     assert value(page, "ratchet_step", run=run) == value(page, "ratchet_policy_version", run=run) == 2
     assert value(page, "ratchet_run_state", run=run, state="finished") == 1

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Engine
 from temporalio import activity
 from temporalio.client import Client
-from temporalio.worker import Worker
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.lineage.tasks import TaskActivities
 from storage import queries
@@ -137,7 +137,7 @@ class KnownTasks(World):
 @asynccontextmanager
 async def serving(client: Client, world: KnownTasks) -> AsyncIterator[KnownTasks]:
     """Workers on all the queues that a run of scripted groups needs."""
-    options: dict[str, Any] = {"activities": world.activities}
+    options: dict[str, Any] = {"activities": world.activities, "workflow_runner": UnsandboxedWorkflowRunner()}
     async with (
         Worker(client, task_queue=Queue.CONTROL, workflows=ON_CONTROL, **options),
         Worker(client, task_queue=Queue.EPISODES, workflows=[ScriptedGroup], **options),

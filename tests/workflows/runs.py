@@ -19,7 +19,7 @@ def run_json(**changes: Any) -> dict[str, Any]:
         "mode": "sync",
         "rollout": {"group_size": 2, "groups_per_batch": 2, "max_turns": 3},
         "training": {"steps": 3},
-        "evaluation": {"tasks": 2},
+        "evaluation": {"tasks": 0},
     }
     return config | changes
 

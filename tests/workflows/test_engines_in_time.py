@@ -10,9 +10,15 @@ import pytest
 from temporalio.client import Client, WorkflowFailureError
 
 from tests.workflows.fakes import World
+from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import eventually, run_json, start
 from workflows import weight_sync
 from workflows.contracts import ApplyInput, RunState
+
+
+@pytest.fixture
+def world(quick_world: QuickWorld) -> World:
+    return quick_world
 
 
 async def test_an_engine_that_does_not_come_holds_nobody_up(

@@ -252,7 +252,8 @@ async def test_a_run_evaluates_its_versions_on_their_fingerprints_and_every_k(te
 
 async def test_a_refused_evaluation_does_not_end_the_run(temporal: Client, world: World) -> None:
     world.serving = lambda message: FingerprintOutput(refused="engines differ")
-    status = await (await start(temporal, run_json(training={"steps": 1}))).result()
+    config = run_json(evaluation={"tasks": 2}, training={"steps": 1})
+    status = await (await start(temporal, config)).result()
     assert (status.state, status.step) == (RunState.FINISHED, 1)
     assert status.evaluation_first is None and status.evaluation_last is None
     assert [message.result.refused for message in world.calls["record_evaluation"]] == ["engines differ"] * 2

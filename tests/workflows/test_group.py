@@ -203,7 +203,7 @@ async def test_cancelling_the_group_itself_ends_its_attempts_and_replaces_none(t
 async def test_a_held_out_episode_that_an_operator_cancels_is_played_again(temporal: Client, world: World) -> None:
     run = unique("run")
     world.gate = asyncio.Event()
-    handle = await start(temporal, run_json(training={"steps": 1}), run)
+    handle = await start(temporal, run_json(training={"steps": 1}, evaluation={"tasks": 2}), run)
     await eventually(lambda: len(world.calls["generate"]) == 2)
     await temporal.get_workflow_handle(f"{run}/eval-v0/e0/a0").cancel()
     await eventually(lambda: any("/e0/a1" in message.attempt_id for message in world.calls["generate"]))

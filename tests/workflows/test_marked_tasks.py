@@ -6,10 +6,12 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import pytest
 from temporalio.client import Client
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World
+from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import eventually, message_of, run_json, start
 from workers.quarantine_cli import tell
 from workers.settings import Settings
@@ -29,9 +31,14 @@ MARKED = "count-0001"
 WRONG = QuarantineOrder(tasks={MARKED: "the verifier takes an empty file"})
 
 
+@pytest.fixture
+def world(quick_world: QuickWorld) -> World:
+    return quick_world
+
+
 def config(steps: int, **changes: Any) -> dict[str, Any]:
     rollout = {"group_size": 2, "groups_per_batch": 1, "refill": 4}
-    return run_json(evaluation={"tasks": 0}, rollout=rollout, training={"steps": steps}, **changes)
+    return run_json(rollout=rollout, training={"steps": steps}, **changes)
 
 
 def settings_of(client: Client) -> Settings:

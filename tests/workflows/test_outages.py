@@ -12,6 +12,7 @@ from temporalio.client import Client
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
+from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import eventually, message_of, run_json, start
 from workflows import admission
 from workflows.config import RunConfig
@@ -30,6 +31,11 @@ from workflows.quarantine import Quarantine
 from workflows.run_state import MAX_EMPTY_BATCHES, Carry, progress_markdown
 
 PATIENCE_S = 120
+
+
+@pytest.fixture
+def world(quick_world: QuickWorld) -> World:
+    return quick_world
 
 
 class Outage:
@@ -57,7 +63,7 @@ def lose(world: World, *, task: str, sibling: str) -> None:
 def small_run(**rollout: Any) -> dict[str, Any]:
     """Batches of one group of two; three groups without a signal would end it."""
     shape = {"group_size": 2, "groups_per_batch": 1, "refill": 1, "max_replacements": 0, "quarantine_after": 1}
-    return run_json(evaluation={"tasks": 0}, rollout=shape | rollout, training={"steps": 2})
+    return run_json(rollout=shape | rollout, training={"steps": 2})
 
 
 async def status_of(handle: Any) -> RunStatus:
@@ -207,7 +213,7 @@ async def test_a_batch_that_teaches_nothing_is_no_step_and_the_run_collects_anot
     plain = world.answer
     world.answer = lambda message: void(message) if message.batch_id.endswith(("/b2", "/b2.1")) else plain(message)
     run = unique("run")
-    status = await (await start(temporal, run_json(evaluation={"tasks": 0}, mode=mode), run)).result()
+    status = await (await start(temporal, run_json(mode=mode), run)).result()
     assert (status.state, status.step, status.policy_version) == (RunState.FINISHED, 3, 3)
     assert status.groups_dropped["beyond_divergence"] == 4
     batches = world.calls["reserve_batch"]
@@ -223,7 +229,7 @@ async def test_batches_that_teach_nothing_in_a_row_end_the_run_with_a_plain_reas
     temporal: Client, world: World
 ) -> None:
     world.answer = void
-    failure, message = await message_of(await start(temporal, run_json(evaluation={"tasks": 0})))
+    failure, message = await message_of(await start(temporal, run_json()))
     assert failure == FailureType.TRAINER
     assert message == (
         "3 batches in a row taught nothing, the last one because all 2 groups with a signal are beyond"

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from temporalio.client import Client
 
 from tests.workflows.fakes import World
+from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import run_json, start
 from workflows.config import parse_run_config
 from workflows.contracts import GenerateInput, OpenRunOutput, RunState, UpdateOutput
 from workflows.run_state import Carry
+
+
+@pytest.fixture
+def world(quick_world: QuickWorld) -> World:
+    return quick_world
 
 
 async def test_async_generates_during_the_update_but_no_batch_lags_more_than_allowed(

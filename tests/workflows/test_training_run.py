@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,28 +12,24 @@ from temporalio.worker import Replayer
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
-from tests.workflows.runs import eventually, message_of, run_json, start
+from tests.workflows.runs import eventually, run_json, start
 from workers.temporal import plugin
-from workflows.config import parse_run_config
 from workflows.contracts import (
-    EngineInfo,
     FailureType,
     GenerateInput,
-    GroupResult,
-    OpenRunOutput,
-    Queue,
+    KvPlan,
     RunState,
-    RunStatus,
 )
 from workflows.episode import Episode
 from workflows.evaluation import Evaluation
 from workflows.group import Group
-from workflows.run_state import Carry
 from workflows.training_run import TrainingRun
+
+EVALUATED = {"tasks": 2}
 
 
 async def test_a_run_makes_its_steps_and_evaluates_before_and_after(temporal: Client, world: World) -> None:
-    status = await (await start(temporal, run_json())).result()
+    status = await (await start(temporal, run_json(evaluation=EVALUATED, publication={"kv": "salt"}))).result()
     assert (status.state, status.step, status.policy_version) == (RunState.FINISHED, 3, 3)
     assert status.evaluation_first is not None and status.evaluation_last is not None
     assert [message.version for message in world.calls["apply"]] == [0, 1, 2, 3]
@@ -43,6 +37,7 @@ async def test_a_run_makes_its_steps_and_evaluates_before_and_after(temporal: Cl
     closed = world.calls["close_run"][-1]
     assert (closed.state, closed.step, closed.policy_version) == (RunState.FINISHED, 3, 3)
     assert len(world.calls["sweep"]) == 1
+    assert {message.kv for message in world.calls["generate"]} == {KvPlan.SALT}, "of its evaluations too"
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -72,7 +67,7 @@ async def test_no_group_begins_once_the_last_batch_is_cut_and_the_evaluation_has
     gate, open_at_evaluation = asyncio.Event(), list[int]()
     world.fail, world.gate = note, gate
     world.gated = lambda message: message.attempt_id.split("/")[1] in ("g2", "g3")
-    await (await start(temporal, run_json(mode=mode, training={"steps": 2}))).result()
+    await (await start(temporal, run_json(mode=mode, training={"steps": 2}, evaluation=EVALUATED))).result()
     groups = {message.attempt_id.split("/")[1] for message in world.calls["generate"]}
     assert {name for name in groups if name[0] == "g"} == {f"g{number}" for number in range(begun)}
     assert open_at_evaluation == [0]
@@ -85,7 +80,7 @@ async def test_a_run_goes_on_without_an_evaluation_that_an_operator_ended(
     """The first one; the last is made as ever."""
     run = unique("run")
     world.gate, world.gated = asyncio.Event(), lambda message: f"{run}/g" not in message.attempt_id
-    handle = await start(temporal, run_json(training={"steps": 1}), run)
+    handle = await start(temporal, run_json(training={"steps": 1}, evaluation=EVALUATED), run)
     await eventually(lambda: bool(world.calls["generate"]))
     await getattr(temporal.get_workflow_handle(f"{run}/eval-v0"), how)()
     await eventually(lambda: bool(world.calls["update"]))
@@ -96,42 +91,10 @@ async def test_a_run_goes_on_without_an_evaluation_that_an_operator_ended(
     assert status.evaluation_first == status.evaluation_last is not None
 
 
-@pytest.mark.parametrize(
-    ("config", "field", "allowed"),
-    [
-        (run_json(speed=9), "speed", "taskset"),
-        (run_json(rollout={"group_size": 1}), "rollout.group_size", "greater than or equal to 2"),
-        (run_json(rollout={"temperature": 0}), "rollout.temperature", "greater than 0"),
-        (run_json(rollout={"top_p": 0.9}), "rollout.top_p", "top_p = 1"),
-        ({}, "model", "missing"),
-        ([1, 2], "input", "JSON object"),
-        ("text", "input", "JSON object"),
-        (None, "input", "JSON object"),
-    ],
-)
-async def test_an_invalid_configuration_ends_the_run_at_once_and_names_the_field(
-    temporal: Client, world: World, config: Any, field: str, allowed: str
-) -> None:
-    failure, message = await message_of(await start(temporal, config))
-    assert failure == FailureType.INVALID_CONFIG
-    assert field in message and allowed in message
-    assert not world.calls["open_run"]
-
-
-async def test_what_the_opening_refuses_ends_the_run_at_once(temporal: Client, world: World) -> None:
-    def refuse(name: str, message: Any) -> None:
-        if name == "open_run":
-            raise final(FailureType.INVALID_CONFIG, "model: no such folder")
-
-    world.fail = refuse
-    failure, message = await message_of(await start(temporal, run_json()))
-    assert (failure, message) == (FailureType.INVALID_CONFIG, "model: no such folder")
-
-
 async def test_cancel_ends_the_groups_sweeps_and_closes_the_row(temporal: Client, world: World) -> None:
     run = unique("run")
     world.gate = asyncio.Event()
-    handle = await start(temporal, run_json(evaluation={"tasks": 0}), run)
+    handle = await start(temporal, run_json(), run)
     await eventually(lambda: len(world.calls["generate"]) >= 4)
     await handle.cancel()
     with pytest.raises(WorkflowFailureError) as caught:
@@ -145,101 +108,17 @@ async def test_cancel_ends_the_groups_sweeps_and_closes_the_row(temporal: Client
         assert (await temporal.get_workflow_handle(f"{run}/g{number}").describe()).status.name == "CANCELED"
 
 
-async def test_a_word_said_between_two_executions_holds(temporal: Client, world: World) -> None:
-    """The next one hears it before it has its state."""
-    engines = [EngineInfo(name="h-e0", host="h", url="http://x")]
-    opened = OpenRunOutput(model="/m", train_tasks=9, held_out_tasks=9, engines=engines)
-    carry = Carry(config=parse_run_config(run_json(evaluation={"tasks": 0})), opened=opened)
-    handle = await temporal.start_workflow(
-        "TrainingRun", args=[None, carry], id=unique("run"), task_queue=Queue.CONTROL, start_signal="pause"
-    )
-    status = await handle.query("status", result_type=RunStatus)
-    assert status.state is RunState.PAUSED and not world.calls["generate"]
-    await handle.signal("resume")
-    await asyncio.wait_for(handle.result(), 30)
-
-
-async def test_pause_holds_admission_and_resume_goes_on(temporal: Client, world: World) -> None:
-    handle = await start(temporal, run_json(evaluation={"tasks": 0}, training={"steps": 2}))
-    await handle.signal("pause")
-    await eventually(lambda: bool(world.calls["record_progress"]))
-    await asyncio.sleep(0.5)
-    status = await handle.query("status", result_type=RunStatus)
-    assert status.state is RunState.PAUSED and not world.calls["update"]
-    await handle.signal("resume")
-    assert (await asyncio.wait_for(handle.result(), 30)).step == 2
-
-
-async def test_groups_without_signal_are_refilled_and_never_trained(temporal: Client, world: World) -> None:
-    def reward(message: Any) -> float:
-        group = int(message.lease.attempt_id.split("/g")[1].split("/")[0])
-        return 1.0 if group % 2 else world_default(message)
-
-    world_default, world.reward = world.reward, reward
-    await (await start(temporal, run_json(evaluation={"tasks": 0}, training={"steps": 2}))).result()
-    trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
-    assert trained and all(number % 2 == 0 for number in trained)
-
-
-async def test_a_run_ends_with_a_plain_reason_when_nothing_is_left_to_teach(temporal: Client, world: World) -> None:
-    world.reward = lambda message: 1.0
-    status = await (await start(temporal, run_json(evaluation={"tasks": 0}))).result()
-    assert status.state is RunState.FINISHED and status.step == 0
-    assert "nothing left to teach" in status.reason
-
-
 async def test_infrastructure_failures_are_replaced_and_stay_out_of_the_batch(temporal: Client, world: World) -> None:
     def lose_first_attempts(name: str, message: Any) -> None:
         if name == "act" and message.lease.attempt_id.endswith("e0/a0"):
             raise final(FailureType.SANDBOX)
 
     world.fail = lose_first_attempts
-    await (await start(temporal, run_json(evaluation={"tasks": 0}, training={"steps": 1}))).result()
+    await (await start(temporal, run_json(training={"steps": 1}))).result()
     numbers = {group.number for group in world.calls["reserve_batch"][0].groups}
     members = [member for group in world.calls["record_group"] if group.number in numbers for member in group.members]
     assert any(member.endswith("e0/a1") for member in members)
     assert not any(member.endswith("e0/a0") for member in members)
-
-
-async def test_a_run_whose_groups_all_fail_is_degraded_and_says_why(temporal: Client, world: World) -> None:
-    def lose_all(name: str, message: Any) -> None:
-        if name == "acquire":
-            raise final(FailureType.SANDBOX, "no daemon")
-
-    world.fail = lose_all
-    handle = await start(temporal, run_json(evaluation={"tasks": 0}, rollout={"group_size": 2, "groups_per_batch": 4}))
-    async with asyncio.timeout(90):
-        while (status := await handle.query("status", result_type=RunStatus)).state is not RunState.DEGRADED:
-            await asyncio.sleep(0.05)
-    assert "infra_failure" in status.reason
-    await handle.cancel()
-    with pytest.raises(WorkflowFailureError):
-        await asyncio.wait_for(handle.result(), 30)
-
-
-async def test_a_probe_that_an_operator_ends_is_found_out_though_nothing_else_is_in_flight(
-    temporal: Client, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No report will ever wake the run: it must look again by itself."""
-    monkeypatch.setattr("workflows.training_run.WATCHDOG_S", 1.0)
-    monkeypatch.setattr("workflows.admission.PROBE_EVERY", timedelta(seconds=1))
-
-    def lose_the_first(name: str, message: Any) -> None:
-        if name == "acquire" and int(message.group_id.rpartition("/g")[2]) < 4:
-            raise final(FailureType.SANDBOX, "no daemon")
-
-    run, world.fail, ended = unique("run"), lose_the_first, set[str]()
-    world.is_closed = ended.__contains__
-    config = run_json(evaluation={"tasks": 0}, training={"steps": 1}, rollout={"groups_per_batch": 1}, mode="sync")
-    handle = await start(temporal, config, run)
-    await eventually(lambda: len(world.calls["record_group"]) == 4)
-    world.gate = asyncio.Event()
-    await eventually(lambda: any(message.attempt_id.startswith(f"{run}/g4/") for message in world.calls["generate"]))
-    await temporal.get_workflow_handle(f"{run}/g4").terminate("by an operator")
-    ended.add(f"{run}/g4")
-    world.gate.set()
-    status = await asyncio.wait_for(handle.result(), 90)
-    assert status.step == 1 and status.groups_dropped["lost"] == 1
 
 
 async def test_an_oversampled_run_cuts_its_batch_without_the_slowest_and_holds_them_against_nobody(
@@ -250,7 +129,7 @@ async def test_an_oversampled_run_cuts_its_batch_without_the_slowest_and_holds_t
     world.gate = asyncio.Event()
     world.gated = lambda message: int(message.attempt_id.split("/g")[1].split("/")[0]) % 5 == 0
     rollout = {"group_size": 2, "groups_per_batch": 2, "oversample": 2.0}
-    config = run_json(evaluation={"tasks": 0}, training={"steps": 3}, rollout=rollout, continue_as_new_every=1)
+    config = run_json(training={"steps": 3}, rollout=rollout, continue_as_new_every=1)
     status = await asyncio.wait_for((await start(temporal, config, run)).result(), 120)
     assert (status.state, status.step) == (RunState.FINISHED, 3)
     batches = world.calls["reserve_batch"]
@@ -276,38 +155,14 @@ async def test_the_next_group_takes_the_places_of_siblings_that_have_ended(tempo
     begun = asyncio.Event()
     world.hold = hold
     rollout = {"group_size": 4, "groups_per_batch": 2}
-    config = run_json(evaluation={"tasks": 0}, training={"steps": 1}, rollout=rollout, max_concurrent_episodes=7)
+    config = run_json(training={"steps": 1}, rollout=rollout, max_concurrent_episodes=7)
     status = await asyncio.wait_for((await start(temporal, config)).result(), 60)
     assert (status.state, status.step) == (RunState.FINISHED, 1)
 
 
-async def test_the_wait_for_a_batch_begins_where_admission_opens_and_ends_with_the_report_that_completes_it(
-    temporal: Client, world: World
-) -> None:
-    await (await start(temporal, run_json(evaluation={"tasks": 0}))).result()
-    batches = world.calls["reserve_batch"]
-    closings = {group.number: group.closed_at for batch in batches for group in batch.groups}
-    for batch in batches:
-        last = max(closings[group.number] for group in batch.groups)
-        assert batch.opened_at < last <= batch.complete_at
-    for before, batch in pairwise(batches):
-        assert batch.opened_at > before.complete_at, "sync: nothing is admitted during the update"
-
-
-async def test_a_report_that_arrives_twice_counts_once(temporal: Client, world: World) -> None:
-    run = unique("run")
-    handle = await start(temporal, run_json(evaluation={"tasks": 0}), run)
-    await eventually(lambda: bool(world.calls["record_group"]))
-    result: GroupResult = world.calls["record_group"][0]
-    await handle.signal("group_done", result)
-    await handle.result()
-    trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
-    assert len(trained) == len(set(trained))
-
-
 async def test_every_history_replays_against_the_code(temporal: Client, world: World) -> None:
     run = unique("run")
-    await (await start(temporal, run_json(continue_as_new_every=2), run)).result()
+    await (await start(temporal, run_json(continue_as_new_every=2, evaluation=EVALUATED), run)).result()
     replayer = Replayer(workflows=[TrainingRun, Group, Episode, Evaluation], plugins=[plugin()])
     count = 0
     async for execution in temporal.list_workflows(f"RatchetRun = '{run}'"):
