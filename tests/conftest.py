@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import hypothesis
 import pytest
 from sqlalchemy import Engine
 
+from activities.sandbox import toolbox
 from storage.database import open_database
 from storage.migrations import migrate
 from storage.objects import ObjectStore
@@ -114,6 +116,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return GROUPS.get(nodeid.split("/")[1], "others")
 
     return ByFolder(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What every sandbox is given is compiled once in a session, not for each fresh state folder: a second of a core
+    each."""
+    kept, lock, compile_here = tmp_path_factory.mktemp("compiled"), threading.Lock(), toolbox._compile
+
+    def copy(folder: Path) -> None:
+        with lock:
+            if not toolbox.has_sbxd(kept):
+                compile_here(kept)
+        for program in kept.iterdir():
+            shutil.copy(program, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolbox, "_compile", copy)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from workflows.contracts import Outcome
 
 pytestmark = [pytest.mark.outcomes, pytest.mark.docker, pytest.mark.engine]
 AT_ONCE = 8
-LONGEST_S = 100.0
+LONGEST_S = 500.0
 SEEN: dict[str, ScriptedEngine] = {}
 
 

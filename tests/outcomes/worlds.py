@@ -147,7 +147,7 @@ class World:
         handle = await self.client.start_workflow(
             "Episode", episode, id=episode.attempt_id, task_queue=self.queue, result_type=EpisodeSummary
         )
-        summary = await asyncio.wait_for(handle.result(), 120)
+        summary = await asyncio.wait_for(handle.result(), 600)
         await asyncio.to_thread(self.mend)
         recorded, turns = await asyncio.to_thread(self._rows, episode.attempt_id)
         left = await self.containers(episode.attempt_id)

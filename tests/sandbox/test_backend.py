@@ -213,7 +213,8 @@ async def test_a_pruned_image_is_made_again_by_the_retry(backend: DockerBackend)
     assert await backend.sweep("pruned") == (1, 1)
 
 
-async def test_a_daemon_that_is_not_there_is_retryable(tmp_path: Path) -> None:
+async def test_a_daemon_that_is_not_there_is_retryable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("activities.sandbox.daemon.PAUSES_S", (0.01,))
     backend = DockerBackend(f"unix://{tmp_path}/none.sock", tmp_path, slots=1)
     with pytest.raises(SandboxError, match="no answer from unix://") as unreachable:
         await backend.acquire(SMALL, labels("none/g0/e0/a0"))

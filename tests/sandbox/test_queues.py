@@ -102,17 +102,17 @@ async def test_an_acquire_waits_for_its_turn_however_long_a_call_may_take(
 async def test_the_time_in_the_queue_is_not_in_the_limit_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = Daemon("unix:///nowhere")
     monkeypatch.setattr(daemon, "_connected", lambda: None)
+    limited: dict[str, Any] = {"create": True, "limit_s": 0.2}
 
     async def answer(_: Any) -> str:
         return "answer"
 
     async with busy(daemon, create=True) as let_go:
-        monkeypatch.setattr("activities.sandbox.daemon.CALL_S", 0.2)
-        waiting = asyncio.create_task(daemon.call("call", answer, create=True))
+        waiting = asyncio.create_task(daemon.call("call", answer, **limited))
         asyncio.get_running_loop().call_later(0.6, let_go)
         assert await waiting == "answer"
     with pytest.raises(SandboxError, match="no answer"):
-        await daemon.call("call", lambda _: asyncio.sleep(30), create=True)
+        await daemon.call("call", lambda _: asyncio.sleep(600), **limited)
 
 
 @pytest.mark.docker

@@ -7,6 +7,9 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from activities.replay.player import KIND
 from activities.sandbox.docker import DockerBackend
 from storage.objects import ObjectStore
 from tests.sandbox.attempts import Recorder
+from tests.sandbox.conftest import docker
 from workers import replay_cli
 
 pytestmark = pytest.mark.docker
@@ -131,6 +135,7 @@ def test_what_can_not_be_replayed_ends_with_2_and_a_sentence(
 
 def test_a_daemon_that_is_not_there_is_said(agreeing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_DOCKER_HOST", "unix:///nonexistent/docker.sock")
+    monkeypatch.setattr("activities.sandbox.daemon.PAUSES_S", (0.01,))
     assert "no answer from unix:///nonexistent/docker.sock" in ratchet(agreeing, code=2).stderr
 
 
@@ -139,23 +144,50 @@ def test_a_place_without_a_database_says_so_and_ends_with_2(tmp_path: Path, monk
     assert "`ratchet up` starts a stack there" in ratchet("r/g0/e0", code=2).stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_an_interrupted_replay_leaves_no_container(
-    recorder: Recorder, tmp_path: Path, docker_host: str, number: signal.Signals
-) -> None:
-    attempt = await recorder.play("sleep 0.9; cat /data/word > out")
+@pytest.fixture
+async def slow(recorder: Recorder) -> str:
+    return await recorder.play("sleep 0.9; cat /data/word > out")
+
+
+async def test_an_interrupted_replay_leaves_no_container(slow: str, tmp_path: Path, docker_host: str) -> None:
+    """A process of its own, by SIGINT."""
     mine = DockerBackend(docker_host, tmp_path, slots=1)
-    words = [sys.executable, "-c", MAIN, "replay", attempt]
+    words = [sys.executable, "-c", MAIN, "replay", slow]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = await asyncio.create_subprocess_exec(*words, env=environment, stderr=asyncio.subprocess.PIPE)
     try:
         while not await mine._names({"ratchet.kind": KIND}):
             assert process.returncode is None
             await asyncio.sleep(0.02)
-        process.send_signal(number)
-        _, said = await asyncio.wait_for(process.communicate(), 30)
+        process.send_signal(signal.SIGINT)
+        _, said = await asyncio.wait_for(process.communicate(), 150)
         assert (process.returncode, said) == (130, b"interrupted; its sandbox is removed\n")
         assert await mine._names({"ratchet.kind": KIND}) == set()
         assert mine._boxes.having("ratchet.kind", KIND) == []
     finally:
         await mine.aclose()
+
+
+def test_a_replay_that_is_told_to_end_leaves_no_container(slow: str, tmp_path: Path, docker_host: str) -> None:
+    """The same by SIGTERM, which only what the command itself has set up can outlive here."""
+    mine = DockerBackend(docker_host, tmp_path, slots=1)
+
+    over = threading.Event()
+
+    def end_it() -> None:
+        while not over.is_set():
+            if docker(docker_host, "ps", "-aq", "--filter", f"label=ratchet.kind={KIND}"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(end_it)
+        try:
+            result = ratchet(slow, code=130)
+        finally:
+            over.set()
+        ending.result()
+    assert result.stderr == "interrupted; its sandbox is removed\n"
+    assert docker(docker_host, "ps", "-aq", "--filter", f"label=ratchet.kind={KIND}") == ""
+    assert mine._boxes.having("ratchet.kind", KIND) == []
