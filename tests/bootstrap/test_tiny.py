@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,20 @@ def tokenizer() -> Any:
     return tiny.build_tokenizer()
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def short() -> Iterator[None]:
     """Every phase lasts two steps."""
     phases = tuple(dataclasses.replace(phase, steps=2) for phase in warm_start.PHASES)
-    monkeypatch.setattr(warm_start, "PHASES", phases)
-    monkeypatch.setattr(warm_start, "BUCKETS", 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(warm_start, "PHASES", phases)
+        patched.setattr(warm_start, "BUCKETS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(short: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy of seed 0, alone in its folder."""
+    return tiny.bootstrap_tiny(tmp_path_factory.mktemp("models") / "a")
 
 
 def test_every_text_comes_back_from_its_tokens(tokenizer: Any) -> None:
@@ -103,30 +112,29 @@ def test_a_transcript_with_mistakes_has_every_sort_and_ends_within_the_turns() -
     assert kinds == set(ActionKind)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others(short: None, tmp_path: Path) -> None:
-    made = [tiny.bootstrap_tiny(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
-    a, b, c = (hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() for folder in made)
-    assert a == b != c
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
-
-
-def test_a_finished_folder_is_used_again_and_an_unfinished_one_is_made_anew(short: None, tmp_path: Path) -> None:
-    out = tmp_path / "tiny"
-    out.mkdir()
-    (out / "rubbish").write_text("x")
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(made: Path, tmp_path: Path) -> None:
+    """Into an empty place, and into a folder that was left unfinished."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "rubbish").write_text("x")
     threads = torch.get_num_threads()
-    tiny.bootstrap_tiny(out)
-    assert not (out / "rubbish").exists()
+    folders = [made, *(tiny.bootstrap_tiny(tmp_path / name, seed) for name, seed in (("b", 0), ("c", 1)))]
+    a, b, c = (hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() for folder in folders)
+    assert a == b != c
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
+    assert [path.name for path in made.parent.iterdir()] == ["a"]
+    assert not (tmp_path / "b" / "rubbish").exists()
     assert torch.get_num_threads() == threads
+
+
+def test_a_finished_folder_is_used_again(made: Path) -> None:
     lines: list[str] = []
-    tiny.bootstrap_tiny(out, seed=5, progress=lines.append)
+    tiny.bootstrap_tiny(made, seed=5, progress=lines.append)
     assert "there already" in lines[0]
-    assert json.loads((out / "provenance.json").read_text())["seed"] == 0
+    assert json.loads((made / "provenance.json").read_text())["seed"] == 0
 
 
-def test_the_folder_opens_as_an_ordinary_model_whose_head_is_its_own(short: None, tmp_path: Path) -> None:
-    out = tiny.bootstrap_tiny(tmp_path / "tiny")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+def test_the_folder_opens_as_an_ordinary_model_whose_head_is_its_own(made: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
     assert not model.config.tie_word_embeddings
     assert model.config.head_dim == 32
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()

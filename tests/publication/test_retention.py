@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from activities.publication import activities as publication_activities
+from activities.publication import retention
 from activities.publication.manifest import Manifest, objects_prefix, read_manifest, weights_key
-from activities.publication.retention import IN_USE_REACH, versions_to_keep
+from activities.publication.retention import versions_to_keep
 from tests.publication.stub import STATE_BYTES, Host, Policy, Published
 from workflows.errors import StorageError
 
 Runs = Callable[..., Published]
-VERSIONS = 30
 LOAD_TAKES = 3
 """Publications while the slow engine loads one version."""
 SMALL_BYTES = 12_000
@@ -56,13 +56,14 @@ class Fleet:
 
 
 @pytest.mark.parametrize(
-    "rules",
-    [{}, {"keep_every": 10}, {"full_every": 5, "keep_every": 10}],
+    ("versions", "rules"),
+    [(30, {}), (16, {"keep_every": 5}), (16, {"full_every": 5, "keep_every": 5})],
     ids=["full", "full, some for good", "deltas, some for good"],
 )
 async def test_thirty_versions_never_hold_more_than_allowed_and_nothing_in_use_goes(
-    published: Runs, monkeypatch: pytest.MonkeyPatch, rules: dict[str, int]
+    published: Runs, monkeypatch: pytest.MonkeyPatch, versions: int, rules: dict[str, int]
 ) -> None:
+    """Thirty where all is published whole; where some stay for good too, as many as show three such and the next."""
     run, policy = published(keep_last=2, **rules), Policy(60_000)
     fleet = Fleet(run)
     before_removal: list[int] = []
@@ -75,14 +76,14 @@ async def test_thirty_versions_never_hold_more_than_allowed_and_nothing_in_use_g
     monkeypatch.setattr(publication_activities, "remove_old", measured)
     full = 2 * 60_000 + 200
     pinned = 2 * LOAD_TAKES + 1  # From the version that the slow engine serves on, until it has loaded another.
-    for_good = math.ceil(VERSIONS / rules["keep_every"]) if "keep_every" in rules else 0
+    for_good = math.ceil(versions / rules["keep_every"]) if "keep_every" in rules else 0
     states = 3 * STATE_BYTES  # Two, and that of the next version while the oldest is still there.
     whole = pinned + for_good
     if every := rules.get("full_every"):
         # Whole ones at the chains' starts, one more that the oldest is made from, and deltas of 3 % at most.
         whole = math.ceil(pinned / every) + 1 + for_good
     allowed = states + whole * full + (pinned + for_good * (every or 1)) * (0.03 * full * bool(every) + SMALL_BYTES)
-    for version in range(VERSIONS):
+    for version in range(versions):
         manifest = await run.publish(version, policy.tensors())
         policy.step()
         assert run.held_bytes() <= allowed, version
@@ -90,10 +91,10 @@ async def test_thirty_versions_never_hold_more_than_allowed_and_nothing_in_use_g
         await fleet.published(manifest)
         assert fleet.served_is_there(), version
     assert max(before_removal) <= allowed + full + SMALL_BYTES
-    assert fleet.serves[fleet.slow.name].version < VERSIONS - 1
+    assert fleet.serves[fleet.slow.name].version < versions - 1
     if "keep_every" in rules:
-        assert run.versions() >= {0, 10, 20}
-        for version in (0, 10, 20):
+        assert run.versions() >= {0, 5, 10, 15}
+        for version in (0, 5, 10, 15):
             await Host(run, f"later-v{version}").load(read_manifest(run.store, weights_key(run.run, version)))
     else:
         assert len(run.versions()) <= pinned
@@ -119,24 +120,31 @@ async def test_versions_stay_until_a_newer_one_is_proven(published: Runs) -> Non
     assert await publish(5) == {4, 5}
 
 
-async def test_the_last_version_that_was_proven_outlives_any_number_that_were_not(published: Runs) -> None:
+@pytest.fixture
+def reach(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Engines lag less than they may, so that fewer versions show what follows."""
+    monkeypatch.setattr(retention, "IN_USE_REACH", 3)
+    return 3
+
+
+async def test_the_last_version_that_was_proven_outlives_any_number_that_were_not(published: Runs, reach: int) -> None:
     run, policy = published(keep_last=1), Policy(1000)
-    for version in range(IN_USE_REACH + 5):
+    for version in range(reach + 5):
         await run.publish(version, policy.tensors())
         policy.step()
         if version == 1:
             run.loaded(version)
-    newest = IN_USE_REACH + 4
-    assert run.versions() == {1, *range(newest - IN_USE_REACH, newest + 1)}
+    newest = reach + 4
+    assert run.versions() == {1, *range(newest - reach, newest + 1)}
 
 
 async def test_weights_that_an_open_episode_or_an_evaluation_plays_with_stay_as_its_engine_serves_them(
-    published: Runs,
+    published: Runs, reach: int
 ) -> None:
     """While they are open they have no rows: the engine that plays them is what refers to the version."""
     run, policy = published(keep_last=1, full_every=4), Policy(20_000)
     manifests = []
-    for version in range(IN_USE_REACH + 6):
+    for version in range(reach + 6):
         manifests.append(await run.publish(version, policy.tensors()))
         policy.step()
         run.loaded(version, engine="local-e0")

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from storage.objects import ObjectStore
-from tests.training.stores import serving_s3
-from tests.training.worlds import World, empty_database, write_policy
+from tests.training.stores import OnceForAll, serving_s3
+from tests.training.worlds import World, Worlds, empty_database, write_policy
 
 NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = write_policy(tmp_path_factory.mktemp("policy"))
-    # A trainer's end collects garbage: the imported libraries need not be looked through each time.
-    gc.freeze()
-    yield folder
+    yield write_policy(tmp_path_factory.mktemp("policy"))
     gc.unfreeze()
+
+
+@cache
+def freeze() -> None:
+    """A trainer's end collects garbage: what the libraries made as they were imported need not be looked through each
+    time. To be called once a trainer has been, since some are imported as they are used."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +41,7 @@ def s3_access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 @pytest.fixture(scope="session")
 def s3(s3_access: dict[str, str]) -> ObjectStore:
-    return ObjectStore.connect(**s3_access)
+    return OnceForAll.connect(**s3_access)
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +49,25 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def world(policy: Path, s3: ObjectStore, tmp_path: Path) -> Iterator[Callable[..., World]]:
+@contextmanager
+def making_worlds(policy: Path, s3: ObjectStore, folder: Path) -> Iterator[Worlds]:
     """Makes runs over one database; each has its own name in the shared store."""
-    database = empty_database(tmp_path / "test.db")
+    database = empty_database(folder / "test.db")
     made: list[World] = []
 
     def make(**training: object) -> World:
         run = f"run{next(NUMBERS)}"
-        made.append(World(run, policy, s3, database, tmp_path / run, dict(training)).open())
+        made.append(World(run, policy, s3, database, folder / run, dict(training)).open())
         return made[-1]
 
     yield make
     for item in made:
         item.service.close()
+    freeze()
     database.dispose()
+
+
+@pytest.fixture
+def world(policy: Path, s3: ObjectStore, tmp_path: Path) -> Iterator[Worlds]:
+    with making_worlds(policy, s3, tmp_path) as make:
+        yield make

@@ -10,11 +10,39 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from storage.objects import ObjectStore
+from tests.training.worlds import SEGMENTS
 from workflows.errors import StorageError
 
 RCLONE = Path(sys.executable).parent / "rclone"
+
+
+class OnceForAll(ObjectStore):
+    """A real store, of which the objects below `prefix` are written once and read once: hundreds of updates have the
+    same segments."""
+
+    prefix = f"{SEGMENTS}/"
+
+    def __init__(self, client: Any, bucket: str) -> None:
+        super().__init__(client, bucket)
+        self.written: set[str] = set()
+        self.read: dict[str, bytes] = {}
+
+    def put(self, key: str, data: bytes) -> None:
+        if key not in self.written:
+            super().put(key, data)
+        if key.startswith(self.prefix):
+            self.written.add(key)
+
+    def get(self, key: str) -> bytes:
+        if key not in self.read:
+            data = super().get(key)
+            if not key.startswith(self.prefix):
+                return data
+            self.read[key] = data
+        return self.read[key]
 
 
 @contextmanager

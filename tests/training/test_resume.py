@@ -25,9 +25,9 @@ from workflows.config import RunConfig
 from workflows.errors import StorageError, TrainerError
 
 
-@pytest.mark.parametrize(("stage", "lora_rank"), [(0, 0), (2, 0), (3, 0), (2, 4), (3, 4)])
+@pytest.mark.parametrize(("stage", "lora_rank"), [(0, 0), (3, 0), (2, 4), (3, 4)])
 async def test_a_resumed_run_is_equal_to_the_bit(world: Worlds, stage: int, lora_rank: int) -> None:
-    """Three updates straight, against one, death, and two."""
+    """Three updates straight, against one, death, and two. ZeRO 2 without an adapter: the killed process below."""
     training = {"deepspeed": {"zero_optimization": {"stage": stage}}, "minibatches": 2, "lora_rank": lora_rank}
     straight, broken = world(**training), world(**training)
     for run in (straight, broken):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from workflows.contracts import (
 )
 
 VOCABULARY = 61
+SEGMENTS = "segments"
+"""Where the segments of all runs lie in the tests' store, by content: most are every run's."""
 TEMPERATURE = 0.8
 
 
@@ -173,8 +176,9 @@ class World:
                 opened.add(_episode(self.run, group_id, attempt_id, reward))
                 opened.flush()
                 for segment in segments_of(rng, version=version, shift=shift):
-                    key = f"runs/{self.run}/segments/{attempt_id}/t{segment.turn}"
-                    self.store.put(key, segment.model_dump_json().encode())
+                    data = segment.model_dump_json().encode()
+                    key = f"{SEGMENTS}/{hashlib.sha256(data).hexdigest()}"
+                    self.store.put(key, data)
                     opened.add(Turn(episode=attempt_id, turn=segment.turn, segment=key))
                 opened.add(BatchMember(episode=attempt_id, batch=batch_id, group_id=group_id, position=position))
         return batch_id
