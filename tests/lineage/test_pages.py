@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 from playwright.sync_api import Browser
 from sqlalchemy import Engine
 
-from storage.database import session
+from storage.database import open_database, session
 from storage.report import build_report, render_html
 from storage.report.episode_page import render_episode_html
 from tests.browser import Scheme, chromium, executable, opened
 from tests.lineage.episodes import HOSTILE, told
 from tests.storage.conftest import MakeRun
+from tests.storage.made_run import MadeRun
 from tests.storage.troubles import dead_host, slow_group, unproven_engine
 
 
@@ -27,35 +29,37 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-@pytest.fixture
-def report_page(healthy: str, database: Engine, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def report_page(healthy_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with trouble, so that some answers are open."""
-    with session(database) as opened_:
+    folder = tmp_path_factory.mktemp("report")
+    engine = open_database(f"sqlite:///{shutil.copy(healthy_file, folder / 'lineage.db')}")
+    with session(engine) as opened_:
         for plant in (slow_group, dead_host, unproven_engine):
             plant(opened_)
-    path = tmp_path / "report.html"
-    with session(database) as opened_:
-        path.write_text(render_html(build_report(opened_, healthy)), encoding="utf-8")
+    path = folder / "report.html"
+    with session(engine) as opened_:
+        path.write_text(render_html(build_report(opened_, MadeRun.run)), encoding="utf-8")
+    engine.dispose()
     return path
 
 
-@pytest.fixture
-def episode_page(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def episode_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of an agent that writes what it likes, a long word among it."""
-    path = tmp_path / "episode.html"
+    path = tmp_path_factory.mktemp("episode") / "episode.html"
     path.write_text(render_episode_html(told(HOSTILE + "\n" + "w" * 400)), encoding="utf-8")
     return path
 
 
-@pytest.fixture(params=["report_page", "episode_page"])
+@pytest.fixture(scope="module", params=["report_page", "episode_page"])
 def page_file(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
     return found
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 768, 1280])
-def test_a_page_asks_for_nothing_says_nothing_and_fits_its_window(
+@pytest.mark.parametrize(("width", "scheme"), [(320, "dark"), (768, "light"), (1280, "dark")])
+def test_a_page_asks_for_nothing_says_nothing_fits_its_window_and_is_dark_where_its_reader_wants_that(
     browser: Browser, page_file: Path, width: int, scheme: Scheme
 ) -> None:
     with opened(browser, page_file, width=width, scheme=scheme) as seen:
@@ -63,15 +67,9 @@ def test_a_page_asks_for_nothing_says_nothing_and_fits_its_window(
         assert seen.overflow <= 0
         seen.page.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
         assert seen.overflow <= 0
-
-
-def test_a_page_is_dark_where_its_reader_wants_that(browser: Browser, page_file: Path) -> None:
-    def brightness(scheme: Scheme) -> int:
-        with opened(browser, page_file, scheme=scheme) as seen:
-            colour = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
-            return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
-
-    assert brightness("dark") < 150 < 600 < brightness("light")
+        colour = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+        assert brightness < 150 if scheme == "dark" else brightness > 600
 
 
 def test_everything_that_opens_or_scrolls_is_reached_by_keyboard_and_shows_where_it_is(
