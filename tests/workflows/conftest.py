@@ -70,7 +70,7 @@ async def world(temporal: Client) -> AsyncIterator[World]:
 
 @pytest_asyncio.fixture
 async def quick_world(temporal: Client) -> AsyncIterator[QuickWorld]:
-    """The same for runs alone: their groups have no episodes, and no evaluation is played."""
+    """The same for what a run decides: its groups have no episodes."""
     script = QuickWorld()
     async with quick_workers(temporal, script):
         yield script

@@ -34,7 +34,10 @@ from workflows.contracts import (
     StopReason,
     VerifyInput,
     engine_queue,
+    sandbox_queue,
 )
+from workflows.episode import Episode
+from workflows.evaluation import Evaluation
 from workflows.registry import ON_CONTROL
 
 
@@ -90,12 +93,13 @@ class QuickWorld(World):
 
 @asynccontextmanager
 async def quick_workers(client: Client, script: QuickWorld) -> AsyncIterator[None]:
-    """Workers on all the queues that a run without evaluations needs."""
+    """Workers on all the queues that a run needs; its evaluations are played for real."""
     options: dict[str, Any] = {"activities": script.activities, "workflow_runner": UnsandboxedWorkflowRunner()}
     async with (
         Worker(client, task_queue=Queue.CONTROL, workflows=ON_CONTROL, **options),
-        Worker(client, task_queue=Queue.EPISODES, workflows=[ScriptedGroup], **options),
+        Worker(client, task_queue=Queue.EPISODES, workflows=[ScriptedGroup, Episode, Evaluation], **options),
         Worker(client, task_queue=Queue.TRAINING, activities=script.activities),
         Worker(client, task_queue=engine_queue("h"), activities=script.activities),
+        Worker(client, task_queue=sandbox_queue("h"), activities=script.activities),
     ):
         yield

@@ -11,6 +11,7 @@ from temporalio.exceptions import CancelledError
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
+from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import eventually, message_of, run_json, start
 from workflows.contracts import (
     EvaluationResult,
@@ -238,22 +239,24 @@ async def test_an_engine_that_was_lost_is_brought_back_before_the_next_attempt(t
 # --- a run's own --------------------------------------------------------------------------------------------------
 
 
-async def test_a_run_evaluates_its_versions_on_their_fingerprints_and_every_k(temporal: Client, world: World) -> None:
+async def test_a_run_evaluates_its_versions_on_their_fingerprints_and_every_k(
+    temporal: Client, quick_world: QuickWorld
+) -> None:
     config = run_json(evaluation={"tasks": 2, "every": 2}, training={"steps": 3})
     status = await (await start(temporal, config)).result()
     assert status.state is RunState.FINISHED and status.evaluation_last is not None
-    recorded = world.calls["record_evaluation"]
+    recorded = quick_world.calls["record_evaluation"]
     assert [message.result.version for message in recorded] == [0, 2, 3]
     assert [message.measured.fields["weights"] for message in recorded] == ["w0", "w2", "w3"]
     assert all(message.measured.in_run for message in recorded)
-    assert [message.manifest for message in world.calls["fingerprint"]][::2] == ["m0", "m2", "m3"]
-    assert not world.calls["open_evaluation"] and not world.calls["close_evaluation"]
+    assert [message.manifest for message in quick_world.calls["fingerprint"]][::2] == ["m0", "m2", "m3"]
+    assert not quick_world.calls["open_evaluation"] and not quick_world.calls["close_evaluation"]
 
 
-async def test_a_refused_evaluation_does_not_end_the_run(temporal: Client, world: World) -> None:
-    world.serving = lambda message: FingerprintOutput(refused="engines differ")
+async def test_a_refused_evaluation_does_not_end_the_run(temporal: Client, quick_world: QuickWorld) -> None:
+    quick_world.serving = lambda message: FingerprintOutput(refused="engines differ")
     config = run_json(evaluation={"tasks": 2}, training={"steps": 1})
     status = await (await start(temporal, config)).result()
     assert (status.state, status.step) == (RunState.FINISHED, 1)
     assert status.evaluation_first is None and status.evaluation_last is None
-    assert [message.result.refused for message in world.calls["record_evaluation"]] == ["engines differ"] * 2
+    assert [message.result.refused for message in quick_world.calls["record_evaluation"]] == ["engines differ"] * 2

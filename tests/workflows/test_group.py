@@ -13,6 +13,7 @@ from temporalio.exceptions import CancelledError
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
+from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import eventually, run_json, start
 from tests.workflows.test_episode import TASK_REF, limits
 from workflows.closing import close_group
@@ -200,14 +201,16 @@ async def test_cancelling_the_group_itself_ends_its_attempts_and_replaces_none(t
     assert not world.calls["record_group"] and not world.calls["record_episode"]
 
 
-async def test_a_held_out_episode_that_an_operator_cancels_is_played_again(temporal: Client, world: World) -> None:
+async def test_a_held_out_episode_that_an_operator_cancels_is_played_again(
+    temporal: Client, quick_world: QuickWorld
+) -> None:
     run = unique("run")
-    world.gate = asyncio.Event()
+    quick_world.gate = asyncio.Event()
     handle = await start(temporal, run_json(training={"steps": 1}, evaluation={"tasks": 2}), run)
-    await eventually(lambda: len(world.calls["generate"]) == 2)
+    await eventually(lambda: len(quick_world.calls["generate"]) == 2)
     await temporal.get_workflow_handle(f"{run}/eval-v0/e0/a0").cancel()
-    await eventually(lambda: any("/e0/a1" in message.attempt_id for message in world.calls["generate"]))
-    world.gate.set()
+    await eventually(lambda: any("/e0/a1" in message.attempt_id for message in quick_world.calls["generate"]))
+    quick_world.gate.set()
     status = await asyncio.wait_for(handle.result(), 60)
     assert (status.state, status.step) == (RunState.FINISHED, 1)
-    assert [(m.result.episodes, m.result.excluded) for m in world.calls["record_evaluation"]] == [(2, 0), (2, 0)]
+    assert [(m.result.episodes, m.result.excluded) for m in quick_world.calls["record_evaluation"]] == [(2, 0), (2, 0)]

@@ -170,3 +170,21 @@ async def test_a_report_that_arrives_twice_counts_once(temporal: Client, world: 
     await handle.result()
     trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
     assert len(trained) == len(set(trained))
+
+
+@pytest.mark.parametrize("how", ["cancel", "terminate"])
+async def test_a_run_goes_on_without_an_evaluation_that_an_operator_ended(
+    temporal: Client, world: World, how: str
+) -> None:
+    """The first one; the last is made as ever."""
+    run = unique("run")
+    world.gate, world.gated = asyncio.Event(), lambda message: f"{run}/g" not in message.attempt_id
+    handle = await start(temporal, run_json(training={"steps": 1}, evaluation={"tasks": 2}), run)
+    await eventually(lambda: bool(world.calls["generate"]))
+    await getattr(temporal.get_workflow_handle(f"{run}/eval-v0"), how)()
+    await eventually(lambda: bool(world.calls["update"]))
+    world.gate.set()
+    status = await handle.result()
+    assert (status.state, status.step) == (RunState.FINISHED, 1)
+    assert [message.result.version for message in world.calls["record_evaluation"]] == [1]
+    assert status.evaluation_first == status.evaluation_last is not None

@@ -87,7 +87,7 @@ async def test_shares_move_as_declared_saturated_tasks_fade_and_nothing_is_skipp
     async with serving(temporal, known):
         status = await train(temporal, known, run, continue_as_new_every=1)
         asked = list(known.drawn)
-        await train(temporal, known, whole, training={"steps": 3}, continue_as_new_every=100)
+        await train(temporal, known, whole, training={"steps": 2}, continue_as_new_every=100)
     executions = [execution async for execution in temporal.list_workflows(f"WorkflowId = '{run}'")]
     assert (status.state, status.step, len(executions)) == (RunState.FINISHED, STEPS, STEPS)
 

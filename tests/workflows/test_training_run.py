@@ -14,12 +14,7 @@ from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
 from tests.workflows.runs import eventually, run_json, start
 from workers.temporal import plugin
-from workflows.contracts import (
-    FailureType,
-    GenerateInput,
-    KvPlan,
-    RunState,
-)
+from workflows.contracts import FailureType, GenerateInput, KvPlan, RunState
 from workflows.episode import Episode
 from workflows.evaluation import Evaluation
 from workflows.group import Group
@@ -29,13 +24,14 @@ EVALUATED = {"tasks": 2}
 
 
 async def test_a_run_makes_its_steps_and_evaluates_before_and_after(temporal: Client, world: World) -> None:
-    status = await (await start(temporal, run_json(evaluation=EVALUATED, publication={"kv": "salt"}))).result()
-    assert (status.state, status.step, status.policy_version) == (RunState.FINISHED, 3, 3)
+    config = run_json(evaluation=EVALUATED, publication={"kv": "salt"}, training={"steps": 2})
+    status = await (await start(temporal, config)).result()
+    assert (status.state, status.step, status.policy_version) == (RunState.FINISHED, 2, 2)
     assert status.evaluation_first is not None and status.evaluation_last is not None
-    assert [message.version for message in world.calls["apply"]] == [0, 1, 2, 3]
-    assert [message.result.version for message in world.calls["record_evaluation"]] == [0, 3]
+    assert [message.version for message in world.calls["apply"]] == [0, 1, 2]
+    assert [message.result.version for message in world.calls["record_evaluation"]] == [0, 2]
     closed = world.calls["close_run"][-1]
-    assert (closed.state, closed.step, closed.policy_version) == (RunState.FINISHED, 3, 3)
+    assert (closed.state, closed.step, closed.policy_version) == (RunState.FINISHED, 2, 2)
     assert len(world.calls["sweep"]) == 1
     assert {message.kv for message in world.calls["generate"]} == {KvPlan.SALT}, "of its evaluations too"
 
@@ -43,13 +39,13 @@ async def test_a_run_makes_its_steps_and_evaluates_before_and_after(temporal: Cl
 @pytest.mark.parametrize("mode", ["sync", "async"])
 async def test_continue_as_new_at_every_step_trains_each_group_once(temporal: Client, world: World, mode: str) -> None:
     run = unique("run")
-    config = run_json(mode=mode, continue_as_new_every=1, training={"steps": 4})
+    config = run_json(mode=mode, continue_as_new_every=1, training={"steps": 3})
     await (await start(temporal, config, run)).result()
     trained = [group.number for batch in world.calls["reserve_batch"] for group in batch.groups]
-    assert len(trained) == len(set(trained)) == 8
-    assert [batch.step for batch in world.calls["reserve_batch"]] == [1, 2, 3, 4]
+    assert len(trained) == len(set(trained)) == 6
+    assert [batch.step for batch in world.calls["reserve_batch"]] == [1, 2, 3]
     executions = [execution async for execution in temporal.list_workflows(f"WorkflowId = '{run}'")]
-    assert len(executions) == 4
+    assert len(executions) == 3
 
 
 @pytest.mark.parametrize(("mode", "begun"), [("sync", 4), ("async", 6)])
@@ -71,24 +67,6 @@ async def test_no_group_begins_once_the_last_batch_is_cut_and_the_evaluation_has
     groups = {message.attempt_id.split("/")[1] for message in world.calls["generate"]}
     assert {name for name in groups if name[0] == "g"} == {f"g{number}" for number in range(begun)}
     assert open_at_evaluation == [0]
-
-
-@pytest.mark.parametrize("how", ["cancel", "terminate"])
-async def test_a_run_goes_on_without_an_evaluation_that_an_operator_ended(
-    temporal: Client, world: World, how: str
-) -> None:
-    """The first one; the last is made as ever."""
-    run = unique("run")
-    world.gate, world.gated = asyncio.Event(), lambda message: f"{run}/g" not in message.attempt_id
-    handle = await start(temporal, run_json(training={"steps": 1}, evaluation=EVALUATED), run)
-    await eventually(lambda: bool(world.calls["generate"]))
-    await getattr(temporal.get_workflow_handle(f"{run}/eval-v0"), how)()
-    await eventually(lambda: bool(world.calls["update"]))
-    world.gate.set()
-    status = await handle.result()
-    assert (status.state, status.step) == (RunState.FINISHED, 1)
-    assert [message.result.version for message in world.calls["record_evaluation"]] == [1]
-    assert status.evaluation_first == status.evaluation_last is not None
 
 
 async def test_cancel_ends_the_groups_sweeps_and_closes_the_row(temporal: Client, world: World) -> None:
@@ -129,13 +107,13 @@ async def test_an_oversampled_run_cuts_its_batch_without_the_slowest_and_holds_t
     world.gate = asyncio.Event()
     world.gated = lambda message: int(message.attempt_id.split("/g")[1].split("/")[0]) % 5 == 0
     rollout = {"group_size": 2, "groups_per_batch": 2, "oversample": 2.0}
-    config = run_json(training={"steps": 3}, rollout=rollout, continue_as_new_every=1)
+    config = run_json(training={"steps": 2}, rollout=rollout, continue_as_new_every=1)
     status = await asyncio.wait_for((await start(temporal, config, run)).result(), 120)
-    assert (status.state, status.step) == (RunState.FINISHED, 3)
+    assert (status.state, status.step) == (RunState.FINISHED, 2)
     batches = world.calls["reserve_batch"]
     trained = [group.number for batch in batches for group in batch.groups]
-    assert len(trained) == 6 and not any(number % 5 == 0 for number in trained)
-    assert {group.min_version for batch in batches for group in batch.groups} <= {0, 1, 2}
+    assert len(trained) == 4 and not any(number % 5 == 0 for number in trained)
+    assert {group.min_version for batch in batches for group in batch.groups} <= {0, 1}
     assert all(group.min_version == batch.policy_version for batch in batches for group in batch.groups)
     assert status.groups_dropped["surplus"] >= 2 and "cancelled" not in status.outcomes
     assert status.outcomes.get("infra_failure", 0) == 0 and not status.quarantined and status.short_groups == 0
@@ -162,7 +140,8 @@ async def test_the_next_group_takes_the_places_of_siblings_that_have_ended(tempo
 
 async def test_every_history_replays_against_the_code(temporal: Client, world: World) -> None:
     run = unique("run")
-    await (await start(temporal, run_json(continue_as_new_every=2, evaluation=EVALUATED), run)).result()
+    config = run_json(continue_as_new_every=1, training={"steps": 2}, evaluation=EVALUATED)
+    await (await start(temporal, config, run)).result()
     replayer = Replayer(workflows=[TrainingRun, Group, Episode, Evaluation], plugins=[plugin()])
     count = 0
     async for execution in temporal.list_workflows(f"RatchetRun = '{run}'"):
