@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -111,6 +114,44 @@ def save_policy(folder: Path, *, seed: int, hidden: int = 64) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return _saved(folder, seed, hidden, Qwen3Config, Qwen3ForCausalLM)
+
+
+def save_drawn(folder: Path, *, seed: int) -> None:
+    """What `save_policy` makes, with other weights, for who needs no model here: torch takes seconds to import."""
+    tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
+    tokenizer.save_pretrained(folder)
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 1024,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (len(tokenizer), 64), "model.norm": (64,)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.input_layernorm": (64,), f"{layer}.post_attention_layernorm": (64,)}
+        shapes |= {f"{layer}.self_attn.q_norm": (32,), f"{layer}.self_attn.k_norm": (32,)}
+        shapes |= {f"{layer}.self_attn.q_proj": (128, 64), f"{layer}.self_attn.o_proj": (64, 128)}
+        shapes |= {f"{layer}.self_attn.k_proj": (64, 64), f"{layer}.self_attn.v_proj": (64, 64)}
+        shapes |= {f"{layer}.mlp.gate_proj": (128, 64), f"{layer}.mlp.up_proj": (128, 64)}
+        shapes |= {f"{layer}.mlp.down_proj": (64, 128)}
+    chance = np.random.default_rng(seed)
+    weights = {
+        f"{name}.weight": np.ones(shape, np.float32)
+        if len(shape) == 1
+        else chance.normal(0, 0.1, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_mixture(folder: Path, *, seed: int, hidden: int = 64) -> Any:

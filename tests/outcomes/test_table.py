@@ -17,6 +17,7 @@ from sqlalchemy import Engine
 
 from activities.generation.harness import initial_messages
 from activities.generation.transcript import Template
+from tests.generation.policies import save_drawn
 from tests.generation.vllm_server import Server, started
 from tests.outcomes import meddling, rows
 from tests.outcomes.engine import ScriptedEngine, serving
@@ -32,7 +33,7 @@ SEEN: dict[str, ScriptedEngine] = {}
 @pytest.fixture(scope="module")
 async def vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
     home, model = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("model") / "base"
-    async with started(home, model, context_length=1024) as server:
+    async with started(home, model, context_length=1024, save=save_drawn) as server:
         yield await meddling.prepared(server)
 
 
