@@ -172,7 +172,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             made.ratchet("down", check=False)
 
 
-STEPS = int(os.environ.get("CHAOS_STEPS", "4"))
+LONG = "CHAOS_STEPS" in os.environ
+"""`make chaos`."""
+STEPS = int(os.environ.get("CHAOS_STEPS", "3"))
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +186,7 @@ def straight(stack: Stack) -> str:
 
 
 def straight_run() -> dict[str, Any]:
-    evaluation = {"tasks": 8 if "CHAOS_STEPS" not in os.environ else 0}
+    evaluation = {"tasks": 0 if LONG else 8}
     return small_run(mode="sync", continue_as_new_every=1, evaluation=evaluation, training={"steps": STEPS})
 
 
@@ -205,7 +207,7 @@ def small_run(**changes: Any) -> dict[str, Any]:
     """The demo's run, cut to a few small steps. The policy learns slowly: it would soon solve every task, and a step
     would need ever more groups."""
     config: dict[str, Any] = json.loads((PROJECT / "examples/runs/shell.json").read_text())
-    config["rollout"] |= {"group_size": 4, "groups_per_batch": 4, "refill": 4}
+    config["rollout"] |= {"group_size": 4, "groups_per_batch": 4 if LONG else 2, "refill": 4}
     config["training"] |= {"steps": 3, "learning_rate": 1e-5, "final_learning_rate": 1.0}
     config["evaluation"] = {"tasks": 8}
     for name, value in changes.items():

@@ -24,7 +24,7 @@ from tests.chaos.schedule import draw_schedule
 from tests.stack import STEPS, Stack, straight_run, wait_for
 from workflows.contracts import VALID
 
-EVERY_S = float(os.environ.get("CHAOS_EVERY", "6"))
+EVERY_S = float(os.environ.get("CHAOS_EVERY", "5"))
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 MOST_HITS = int(os.environ.get("CHAOS_MOST", "12"))
 LEAST_HITS = int(os.environ.get("CHAOS_HITS", "7"))

@@ -25,51 +25,38 @@ def test_a_run_trains_publishes_evaluates_and_leaves_nothing(stack: Stack, strai
     assert f"{straight}/b" in stack.ratchet("lineage", "--episode", episode).stdout
 
 
-def test_an_async_run_survives_the_death_of_its_parts_one_after_the_other(stack: Stack) -> None:
-    run, parts = "kill-async", ["rollout", "trainer"]
-    stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": len(parts)}))
-    for step, part in enumerate(parts):
-        wait_for(lambda step=step: stack.status(run).get("step", -1) >= step, 200)  # type: ignore[misc]
-        stack.kill(part)
-    stack.finish(run)
-    assert_complete(stack, run, steps=len(parts))
-
-
-def test_a_run_goes_on_after_down_and_up(stack: Stack) -> None:
-    run = "down-up"
-    stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": 2}))
+def test_an_async_run_survives_a_dead_worker_and_goes_on_after_down_and_up(stack: Stack) -> None:
+    run, steps = "down-up", 2
+    stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": steps}))
     wait_for(lambda: stack.status(run).get("groups_in_flight", 0) > 0, 200)
+    stack.kill("rollout")
+    wait_for(lambda: stack.status(run).get("step", -1) >= 1, 300)
     stack.ratchet("down")
     stack.ratchet("up")
     stack.finish(run)
-    assert_complete(stack, run, steps=2)
+    assert_complete(stack, run, steps=steps)
 
 
-def test_cancel_leaves_nothing_and_another_run_starts_from_its_checkpoint(stack: Stack) -> None:
-    stack.start("cancelled", small_run(mode="async", evaluation={"tasks": 0}, training={"steps": 50}))
-    wait_for(lambda: bool(stack.status("cancelled").get("step")), 200)
-    stack.temporal("workflow", "cancel", "-w", "cancelled")
-    wait_for(lambda: stack.closed("cancelled")[0] == "CANCELED", 120, lambda: str(stack.status("cancelled")))
-    assert stack.containers("cancelled") == []
-    with session(stack.database()) as opened:
-        row = opened.get(Run, "cancelled")
-        assert row is not None and row.state == "cancelled" and row.step >= 1
-    stack.start("continued", small_run(resume_from="cancelled", evaluation={"tasks": 0}, training={"steps": 1}))
-    stack.finish("continued")
-    assert_complete(stack, "continued", steps=1)
-
-
-def test_pause_and_resume_by_signal(stack: Stack) -> None:
-    run = "paused"
-    stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": 2}))
+def test_a_run_pauses_and_resumes_by_signal_and_ends_by_cancel_and_another_starts_from_its_checkpoint(
+    stack: Stack,
+) -> None:
+    run = "cancelled"
+    stack.start(run, small_run(mode="async", evaluation={"tasks": 0}, training={"steps": 50}))
     wait_for(lambda: stack.status(run).get("groups_in_flight", 0) > 0, 200)
     stack.temporal("workflow", "signal", "-w", run, "--name", "pause")
-    wait_for(lambda: stack.status(run)["groups_in_flight"] == 0, 120)
-    held = stack.status(run)
-    assert held["state"] == "paused"
+    wait_for(lambda: stack.status(run).get("groups_in_flight", -1) == 0, 200, lambda: str(stack.status(run)))
+    assert stack.status(run)["state"] == "paused"
     stack.temporal("workflow", "signal", "-w", run, "--name", "resume")
-    stack.finish(run)
-    assert_complete(stack, run, steps=2)
+    wait_for(lambda: bool(stack.status(run).get("step")), 300)
+    stack.temporal("workflow", "cancel", "-w", run)
+    wait_for(lambda: stack.closed(run)[0] == "CANCELED", 200, lambda: str(stack.status(run)))
+    assert stack.containers(run) == []
+    with session(stack.database()) as opened:
+        row = opened.get(Run, run)
+        assert row is not None and row.state == "cancelled" and row.step >= 1
+    stack.start("continued", small_run(resume_from=run, evaluation={"tasks": 0}, training={"steps": 1}))
+    stack.finish("continued")
+    assert_complete(stack, "continued", steps=1)
 
 
 @pytest.mark.parametrize(
