@@ -10,6 +10,8 @@ SEED ?= 0
 # Thread pools of two dozen libraries on a few cores cost more than they bring.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Dozens of processes load the same modules: compiled once, they take half the time to be collected by pytest.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo chaos test machines drills check down clean audit
 
