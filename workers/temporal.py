@@ -32,6 +32,7 @@ from temporalio.worker import (
     ActivityInboundInterceptor,
     ExecuteActivityInput,
     Interceptor,
+    ReplayerConfig,
     UnsandboxedWorkflowRunner,
     WorkerConfig,
     WorkflowRunner,
@@ -117,12 +118,19 @@ def _runner(existing: WorkflowRunner | None) -> WorkflowRunner:
 
 
 class RatchetPlugin(SimplePlugin):
-    """A worker without a build of its own gets the workflows' digest as one: the SDK would hash every module that is
-    loaded, which makes transformers load all that it puts off, torch too, for a dozen seconds at each start."""
+    """A worker or replayer without a build of its own gets the workflows' digest as one: the SDK would hash every
+    module that is loaded, which makes transformers load all that it puts off, torch too, for a dozen seconds at each
+    start."""
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
         config = super().configure_worker(config)
         if not config.get("deployment_config") and not config.get("build_id"):
+            config["build_id"] = workflow_digest()
+        return config
+
+    def configure_replayer(self, config: ReplayerConfig) -> ReplayerConfig:
+        config = super().configure_replayer(config)
+        if not config.get("build_id"):
             config["build_id"] = workflow_digest()
         return config
 

@@ -1,4 +1,4 @@
-"""What the plugin gives every worker."""
+"""What the plugin gives every worker and replayer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 WORKER = """
-import asyncio, sys
+import asyncio, pathlib, sys
 from transformers import PreTrainedTokenizerFast
 from temporalio import activity
-from temporalio.worker import Worker
+from temporalio.client import WorkflowHistory
+from temporalio.worker import Replayer, Worker
 from tests.workflows.conftest import local_server
+from workers.temporal import plugin
+from workflows.janitor import Janitor
 
 @activity.defn
 async def nothing() -> None: ...
@@ -23,14 +26,17 @@ async def main():
     async with local_server() as client:
         before = len(sys.modules)
         Worker(client, task_queue="q", activities=[nothing])
+        history = WorkflowHistory.from_json("janitor", pathlib.Path(sys.argv[1]).read_text())
+        await Replayer(workflows=[Janitor], plugins=[plugin()]).replay_workflow(history)
         print("torch" in sys.modules, len(sys.modules) - before < 50)
 
 asyncio.run(main())
 """
 
 
-def test_making_a_worker_loads_no_module_that_waits_to_be_used() -> None:
+def test_making_a_worker_or_replaying_a_history_loads_no_module_that_waits_to_be_used() -> None:
     """The SDK's own build id would: it looks into every module that is loaded."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, env=environment, timeout=120)
+    command = [sys.executable, "-c", WORKER, str(ROOT / "tests/replay/histories/current/janitor.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.stdout.split()[-2:] == ["False", "True"], done.stderr
