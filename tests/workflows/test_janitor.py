@@ -12,6 +12,7 @@ import pytest_asyncio
 from temporalio.client import (
     Client,
     Schedule,
+    ScheduleActionStartWorkflow,
     ScheduleHandle,
     ScheduleOverlapPolicy,
     ScheduleUpdate,
@@ -20,9 +21,11 @@ from temporalio.client import (
 
 from tests.workflows.conftest import unique
 from tests.workflows.fakes import World, final
+from workers.codec import SealedPayloads
 from workers.stack import schedule as schedule_module
-from workers.stack.schedule import JANITOR, ensure_schedule
+from workers.stack.schedule import JANITOR, ensure_schedule, janitor_action
 from workflows.contracts import FailureType, JanitorInput, Queue, Swept
+from workflows.converter import data_converter, sealed_by
 
 
 async def swept(client: Client, input: JanitorInput | None = None) -> tuple[Swept, Any]:
@@ -107,10 +110,10 @@ async def test_the_schedule_is_brought_up_to_date_and_stays_paused(temporal: Cli
     assert found.state.note == "maintenance"
 
 
-async def test_an_update_of_the_schedule_that_the_server_dropped_is_made_again(
-    temporal: Client, schedule: ScheduleHandle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are asked for. The server drops the first."""
+    made: list[Any] = []
     real = ScheduleHandle.update
 
     async def update(self: ScheduleHandle, updater: Any) -> None:
@@ -119,7 +122,50 @@ async def test_an_update_of_the_schedule_that_the_server_dropped_is_made_again(
             await real(self, updater)
 
     monkeypatch.setattr(ScheduleHandle, "update", update)
+    return made
+
+
+async def test_an_update_of_the_schedule_that_the_server_dropped_is_made_again(
+    temporal: Client, schedule: ScheduleHandle, updates: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schedule_module, "EVERY", timedelta(hours=2))
     await ensure_schedule(temporal)
-    assert len(made) >= 2
+    assert len(updates) >= 2
     assert (await schedule.describe()).schedule.spec.intervals[0].every == timedelta(hours=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("workflow", "Sweep"),
+        ("args", [JanitorInput(sandbox_grace_s=7)]),
+        ("task_queue", Queue.TRAINING),
+        ("execution_timeout", timedelta(hours=1)),
+        ("static_summary", "another word"),
+    ],
+)
+async def test_a_dropped_update_is_seen_that_changes_no_more_than_what_a_pass_is(
+    temporal: Client,
+    schedule: ScheduleHandle,
+    updates: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    value: Any,
+) -> None:
+    action = janitor_action()
+    setattr(action, field, value)
+    monkeypatch.setattr(schedule_module, "janitor_action", lambda: action)
+    await ensure_schedule(temporal)
+    assert len(updates) >= 2
+
+
+async def test_a_schedule_is_brought_up_to_date_whose_words_are_sealed_with_a_key_that_is_here_or_gone(
+    temporal: Client, schedule: ScheduleHandle
+) -> None:
+    for keys in (["old"], ["old"], ["new"], []):
+        converter = sealed_by(SealedPayloads({key: key.ljust(32).encode() for key in keys})) if keys else data_converter
+        await ensure_schedule(Client(temporal.service_client, data_converter=converter))
+        action = (await schedule.describe()).schedule.action
+        assert isinstance(action, ScheduleActionStartWorkflow)
+        (payload,) = action.args
+        assert payload.metadata.get("encryption-key-id", b"").decode() == "".join(keys)

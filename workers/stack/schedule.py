@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import timedelta
 
+from temporalio.api.common.v1 import Payload
 from temporalio.client import (
     Client,
     Schedule,
+    ScheduleAction,
     ScheduleActionStartWorkflow,
     ScheduleAlreadyRunningError,
     ScheduleIntervalSpec,
@@ -19,23 +22,29 @@ from temporalio.client import (
 )
 
 from workflows.contracts import JanitorInput, Queue
+from workflows.errors import InvalidConfig
 
 JANITOR = "ratchet-janitor"
 """Id of the schedule; its workflows are `ratchet-janitor-<time>`."""
 EVERY = timedelta(minutes=5)
 
 
+def janitor_action() -> ScheduleActionStartWorkflow:
+    """One pass."""
+    return ScheduleActionStartWorkflow(
+        "Janitor",
+        JanitorInput(),
+        id=JANITOR,
+        task_queue=Queue.CONTROL,
+        execution_timeout=timedelta(minutes=30),
+        static_summary="removes what no live attempt and no live run owns",
+    )
+
+
 def janitor_schedule() -> Schedule:
     """A pass every few minutes, one at a time; those that were missed are not made up for."""
     return Schedule(
-        action=ScheduleActionStartWorkflow(
-            "Janitor",
-            JanitorInput(),
-            id=JANITOR,
-            task_queue=Queue.CONTROL,
-            execution_timeout=timedelta(minutes=30),
-            static_summary="removes what no live attempt and no live run owns",
-        ),
+        action=janitor_action(),
         spec=ScheduleSpec(intervals=[ScheduleIntervalSpec(every=EVERY)]),
         policy=SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(minutes=1)),
     )
@@ -69,7 +78,21 @@ async def ensure_schedule(client: Client) -> None:
         await handle.update(update)
         for _ in range(UPDATES):
             found = (await handle.describe()).schedule
-            if found.spec.intervals == schedule.spec.intervals and found.policy == schedule.policy:
+            same = found.spec.intervals == schedule.spec.intervals and found.policy == schedule.policy
+            if same and await _shown(client, found.action) == await _shown(client, schedule.action):
                 return
             await asyncio.sleep(0.1)
     raise TimeoutError(f"schedule {JANITOR!r} does not take its update; delete it and run `ratchet up` again")
+
+
+async def _shown(client: Client, action: ScheduleAction) -> list[object]:
+    """What two actions are compared by: whom they start and how, and what that is told, seals opened.
+
+    What is sealed with a key that is not here stays so, and is like nothing of ours."""
+    assert isinstance(action, ScheduleActionStartWorkflow)
+    converter, told = client.data_converter, [*action.args, action.static_summary]
+    payloads = [value for value in told if isinstance(value, Payload)] or converter.payload_converter.to_payloads(told)
+    if converter.payload_codec is not None:
+        with suppress(InvalidConfig):
+            payloads = list(await converter.payload_codec.decode(payloads))
+    return [action.workflow, action.id, action.task_queue, action.execution_timeout, payloads]
