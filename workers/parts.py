@@ -201,7 +201,8 @@ def training(settings: Settings, stack: AsyncExitStack) -> tuple[TrainingActivit
     service = TrainerService(store, spool)
     stack.callback(service.close)
     stack.enter_context(OfferServer(offers(settings).address, Offers(offers(settings).folder)))
-    return TrainingActivities(service, store, rows, spool), PublicationActivities(service, store, rows, spool)
+    trains = TrainingActivities(service, store, rows, spool, settings.home_path / "models")
+    return trains, PublicationActivities(service, store, rows, spool)
 
 
 def offers(settings: Settings) -> OfferSource:

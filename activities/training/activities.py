@@ -30,7 +30,7 @@ from activities.training.work import Work
 from storage.groups import left_out
 from storage.objects import ObjectStore
 from storage.tables import VOID, Batch
-from workflows.config import RunConfig
+from workflows.config import RunConfig, model_folder
 from workflows.contracts import (
     ScoreInput,
     ScoreOutput,
@@ -49,8 +49,13 @@ log = logging.getLogger(__name__)
 
 
 class TrainingActivities:
-    def __init__(self, trainer_service: TrainerService, store: ObjectStore, database: Engine, spool: Path) -> None:
+    """`models_dir` holds the bootstrapped policies by name."""
+
+    def __init__(
+        self, trainer_service: TrainerService, store: ObjectStore, database: Engine, spool: Path, models_dir: Path
+    ) -> None:
         self._service = trainer_service
+        self._models_dir = models_dir
         self._store = store
         self._database = database
         self._spool = spool
@@ -69,6 +74,8 @@ class TrainingActivities:
             if config.weight_channel is WeightChannel.COLOCATED:
                 # The device is the engines' until they make room.
                 return
+            # The workflow's own configuration names the folder, the run's row what run.json has.
+            config = config.model_copy(update={"model": str(model_folder(config.model, self._models_dir))})
             key = checkpoint or training_state_key(run, 0)
             await self._service.call(lambda work: self._service.at(key, config, work))
             log.info("%s: ready to go on from %s", run, key)

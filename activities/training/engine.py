@@ -50,6 +50,9 @@ class Trainer:
         self.zero_stage = int(config["zero_optimization"].get("stage", 0))
         self.max_grad_norm = training.max_grad_norm
         _seed_everything(seed)
+        if not folder.is_dir():
+            # The library would ask the network for an adapter of that name first, six times.
+            raise TrainerError(f"{folder}: there is no such folder", retryable=False)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, **_attention(training)

@@ -295,6 +295,15 @@ def test_a_model_whose_files_name_tensors_otherwise_is_refused(policy: Path, tmp
         Trainer(tmp_path / "policy", TrainingConfig(), seed=0)
 
 
+def test_a_folder_that_is_not_there_is_refused_without_asking_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", lambda *asked, **how: pytest.fail(f"{asked} was looked up"))
+    with pytest.raises(TrainerError, match="nowhere: there is no such folder") as caught:
+        Trainer(Path("nowhere"), TrainingConfig(), seed=0)
+    assert not caught.value.retryable
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="not a causal language model") as caught:
         Trainer(tmp_path, TrainingConfig(), seed=0)

@@ -216,7 +216,7 @@ class Course:
             )
 
     def trajectories(self) -> list[Trajectory]:
-        trains = TrainingActivities(SimpleNamespace(), self.store, self.database, Path())  # type: ignore[arg-type]
+        trains = TrainingActivities(SimpleNamespace(), self.store, self.database, Path(), Path())  # type: ignore[arg-type]
         return trains._trajectories(ledger.members_of(self.database, f"{self.run}/b1"), Work())
 
 

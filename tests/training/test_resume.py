@@ -57,7 +57,8 @@ async def test_a_restarted_trainer_takes_up_the_running_runs_state_before_it_is_
             await run.update(step)
     with session(broken.database) as opened:
         row = opened.get_one(Run, broken.run)
-        row.config, row.started_at = broken.config, 1.0
+        # As run.json has it: a policy by its name.
+        row.config, row.started_at = broken.config | {"model": broken.policy.name}, 1.0
         # One that began later has ended: it goes on with nothing.
         opened.add(Run(id="ended", state="finished", mode="sync", seed=7, started_at=2.0, ended_at=3.0))
     broken.restarted()

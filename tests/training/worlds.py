@@ -104,7 +104,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.service = TrainerService(self.store, self.folder / "spool")
-        self.trains = TrainingActivities(self.service, self.store, self.database, self.folder / "spool")
+        self.trains = TrainingActivities(
+            self.service, self.store, self.database, self.folder / "spool", self.policy.parent
+        )
         self.publishes = PublicationActivities(self.service, self.store, self.database, self.folder / "spool")
 
     @classmethod
