@@ -1,18 +1,19 @@
 """A Docker daemon of one's own, in its own network name space: it can be killed without hurting anybody.
 
-Owns its processes, its folder and its mounts, all of which `stop` takes away. For tests and benchmarks.
+Owns its processes, its containers, its folder and its mounts, all of which `stop` takes away. For tests and benchmarks.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEFAULT_SOCKET = Path("/var/run/docker.sock")
@@ -132,6 +133,15 @@ class PrivateDaemon:
             if process is not None:
                 process.terminate()
                 process.wait(30)
+        # Containers outlive their daemon.
+        shims = _shims(self._folder / "containerd.sock")
+        left = [pid for shim in shims for pid in (*_children(shim), shim)]
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in left) and time.monotonic() < until:
+            time.sleep(0.05)
         for mount in sorted(_mounts_below(self._folder), key=len, reverse=True):
             subprocess.run(["umount", mount], check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -143,6 +153,24 @@ def _wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: 
         if time.monotonic() > until or process.poll() is not None:
             raise RuntimeError(f"{name} does not come up: {log.read_text()[-2000:]}")
         time.sleep(0.1)
+
+
+def _shims(containerd: Path) -> list[int]:
+    """The processes that hold the containers of the daemon at this socket."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # One that has ended meanwhile has no command line.
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if b"containerd-shim" in words[0] and str(containerd).encode() in words:
+                found.append(int(process.name))
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+    return []
 
 
 def _mounts_below(folder: Path) -> list[str]:
