@@ -22,7 +22,7 @@ help:
 	@echo "make test                          all tests"
 	@echo "make audit                         known vulnerabilities of the packages in use; needs the network"
 	@echo "make machines                      the tests of Harbor and Terminal-Bench tasks, and the exploit drills"
-	@echo "make drills                        two sandbox hosts of which one dies, and a run on tasks with services"
+	@echo "make drills                        two sandbox hosts of which one dies, tasks with services, agent programs"
 	@echo "make chaos                         a run that is hit every few seconds, for 20 minutes"
 	@echo "make down                          stop the stack"
 	@echo "make clean                         stop the stack, remove its state and the virtual environment"
@@ -62,7 +62,7 @@ machines: setup
 	scripts/install-docker.sh debootstrap
 	$(BIN)/pytest -m machines
 
-# Each has a stack of its own, with its policy: 15 minutes or so.
+# Whole runs on a stack of their own, with its policy: 20 minutes or so.
 drills: setup
 	$(BIN)/pytest -m drills
 

@@ -56,6 +56,22 @@ class Stack:
         ports = [item for name, port in self.ports.items() for item in (f"--{name}-port", str(port))]
         self.ratchet("up", "--engines", str(ENGINES), *ports)
 
+    @contextmanager
+    def restarted(self, **variables: str) -> Iterator[None]:
+        """Up with these variables in its environment, and back."""
+        self.ratchet("down")
+        self.env |= variables
+        try:
+            self.up()
+            yield
+        finally:
+            # Empty, since the stack remembers some of them.
+            self.env |= dict.fromkeys(variables, "")
+            self.ratchet("down")
+            self.up()
+            for name in variables:
+                del self.env[name]
+
     def start(self, run: str, config: dict[str, Any]) -> None:
         path = self.home / f"{run}.json"
         path.write_text(json.dumps(config))

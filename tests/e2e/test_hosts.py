@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -85,27 +85,12 @@ class SandboxHost:
         self.daemon.stop()
 
 
-@contextmanager
-def elsewhere(stack: Stack) -> Iterator[None]:
-    """The stack with its sandboxes on the hosts, and back."""
-    stack.ratchet("down")
-    stack.env["RATCHET_SANDBOX_HOSTS"] = ",".join(HOSTS)
-    try:
-        stack.up()
-        yield
-    finally:
-        stack.env["RATCHET_SANDBOX_HOSTS"] = ""
-        stack.ratchet("down")
-        stack.up()
-        del stack.env["RATCHET_SANDBOX_HOSTS"]
-
-
 @pytest.fixture
 def hosts(stack: Stack, tmp_path: Path) -> Iterator[dict[str, SandboxHost]]:
     if not may_start_one():
         pytest.skip("two Docker daemons need root, dockerd and containerd")
     with ExitStack() as opened:
-        opened.enter_context(elsewhere(stack))
+        opened.enter_context(stack.restarted(RATCHET_SANDBOX_HOSTS=",".join(HOSTS)))
         made = {}
         for name in HOSTS:
             made[name] = SandboxHost(name, stack, tmp_path / name)
