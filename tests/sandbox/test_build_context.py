@@ -12,7 +12,7 @@ import pytest
 
 from activities.sandbox.channel import Result
 from activities.sandbox.daemon import Daemon, Refused
-from activities.sandbox.machines.bases import stands_for
+from activities.sandbox.machines.bases import folder_of, stands_for
 from activities.sandbox.machines.build import Progress
 from activities.sandbox.machines.context import context_files, context_key, write_context
 from activities.sandbox.machines.dockerfile import bases, with_bases
@@ -105,7 +105,7 @@ def test_the_images_that_a_dockerfile_builds_on_are_found() -> None:
 
 
 def test_other_images_are_put_in_their_place() -> None:
-    text = with_bases(DOCKERFILE, {}, {"ubuntu:24.04": "mine:1", "ghcr.io/org/tool:1": "tool:2"})
+    text = with_bases(DOCKERFILE, {}, {"ubuntu:24.04": "mine:1", "ghcr.io/org/tool:1": "tool:2"}, {})
     assert "FROM --platform=linux/amd64 mine:1 AS build\n" in text and "FROM python:3.13-slim\n" in text
     assert "--from=tool:2 /bin/tool" in text and "syntax" not in text and "FROM build AS last" in text
 
@@ -127,6 +127,15 @@ def test_a_debian_stands_for_well_known_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["python:3.13-alpine", "node:22", "myorg/debian:1", "ghcr.io/org/ubuntu:1", "alpine"])
 def test_and_for_no_other(name: str) -> None:
     assert not stands_for(name)
+
+
+def test_what_stands_for_terminal_benchs_bases_works_where_they_do() -> None:
+    """Their tasks write to /app and test what is there, and few of them say so."""
+    name = "ghcr.io/laude-institute/t-bench/python-3-13:20250620"
+    folders = {image: folder_of(image) for image in (name, "ubuntu:24.04")}
+    text = f"FROM {name} AS one\nCOPY run.sh .\nFROM ubuntu:24.04\nCOPY --from={name} /a /a\n"
+    changed = with_bases(text, {}, {name: "mine:1", "ubuntu:24.04": "mine:1"}, folders)
+    assert changed == "FROM mine:1 AS one\nWORKDIR /app\nCOPY run.sh .\nFROM mine:1\nCOPY --from=mine:1 /a /a\n"
 
 
 def test_a_step_that_fails_is_named_with_what_it_said() -> None:

@@ -45,9 +45,12 @@ BOOTSTRAP_S = 1200.0
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _VERSION = hashlib.sha256(f"{SUITE} {PACKAGES} {FINISH}".encode()).hexdigest()[:12]
 TAG = f"ratchet/debian:{SUITE}-{_VERSION}"
+_TERMINAL_BENCH = re.compile(
+    r"ghcr\.io/(?:laude-institute|harbor-framework)/t-bench/(?:ubuntu|python|debian)[\w.-]*(?::[\w.-]+)?"
+)
 _KNOWN = re.compile(
     r"(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|python|buildpack-deps)(?::(?P<tag>[\w.-]+))?"
-    r"|ghcr\.io/(?:laude-institute|harbor-framework)/t-bench/(?:ubuntu|python|debian)[\w.-]*(?::[\w.-]+)?"
+    rf"|{_TERMINAL_BENCH.pattern}"
 )
 
 
@@ -55,6 +58,12 @@ def stands_for(image: str) -> bool:
     """Whether the Debian made here may stand for an image of that name."""
     match = _KNOWN.fullmatch(image)
     return match is not None and not re.search("alpine|windows|nanoserver", match["tag"] or "")
+
+
+def folder_of(image: str) -> str:
+    """The working folder of an image that the Debian made here stands for, which its tasks take for granted; empty
+    where it is the root. Example: folder_of("ghcr.io/laude-institute/t-bench/python-3-13:20250620") == "/app"."""
+    return "/app" if _TERMINAL_BENCH.fullmatch(image) else ""
 
 
 async def ensure_debian(daemon: Daemon, cache: Path) -> str:

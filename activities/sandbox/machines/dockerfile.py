@@ -31,14 +31,16 @@ def bases(text: str, args: dict[str, str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def with_bases(text: str, args: dict[str, str], instead: dict[str, str]) -> str:
-    """The Dockerfile with other images in the place of some. The line that asks for a newer builder goes: the daemon
-    would ask the registry for it."""
+def with_bases(text: str, args: dict[str, str], instead: dict[str, str], folders: dict[str, str]) -> str:
+    """The Dockerfile with other images in the place of some, each in the working folder that `folders` has for what it
+    stands for. The line that asks for a newer builder goes: the daemon would ask the registry for it."""
     lines = []
     for line, known in _lines(text, args):
         match = _FROM.match(line)
         if match and (image := _substituted(match["image"], known)) in instead:
             line = f"{match['head']}{instead[image]}{match['tail']}"
+            if folder := folders.get(image):
+                line += f"\nWORKDIR {folder}"
         elif (copied := _COPY.match(line)) and copied["image"] in instead:
             line = line.replace(f"--from={copied['image']}", f"--from={instead[copied['image']]}", 1)
         if not _SYNTAX.match(line):

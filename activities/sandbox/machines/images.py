@@ -19,7 +19,7 @@ from typing import Any
 
 from activities.sandbox.boxes import named_disk
 from activities.sandbox.daemon import Daemon, Refused, tolerated
-from activities.sandbox.machines.bases import ensure_debian, stands_for
+from activities.sandbox.machines.bases import ensure_debian, folder_of, stands_for
 from activities.sandbox.machines.build import build
 from activities.sandbox.machines.context import context_key
 from activities.sandbox.machines.dockerfile import bases, with_bases
@@ -105,7 +105,8 @@ class TaskImages:
         labels = {BASES: json.dumps(sorted(instead)), "ratchet.task": key}
         async with self._builds:
             with tempfile.TemporaryFile() as archive:
-                await build(self._daemon, source, with_bases(text, source.args, instead), tag, labels, archive)
+                changed = with_bases(text, source.args, instead, {name: folder_of(name) for name in instead})
+                await build(self._daemon, source, changed, tag, labels, archive)
         found = await self._inspect(tag)
         if found is None:
             raise SandboxError(f"{tag} was built and is not there")
