@@ -53,6 +53,11 @@ _KNOWN = re.compile(
     rf"|{_TERMINAL_BENCH.pattern}"
 )
 
+FOLDER = "/app"
+"""The working folder of Terminal-Bench's own bases."""
+STAND_IN = hashlib.sha256(f"{_VERSION} {_TERMINAL_BENCH.pattern} {FOLDER}".encode()).hexdigest()[:12]
+"""Changes with what stands in, and how: an image that was built on it before is built anew."""
+
 
 def stands_for(image: str) -> bool:
     """Whether the Debian made here may stand for an image of that name."""
@@ -63,7 +68,7 @@ def stands_for(image: str) -> bool:
 def folder_of(image: str) -> str:
     """The working folder of an image that the Debian made here stands for, which its tasks take for granted; empty
     where it is the root. Example: folder_of("ghcr.io/laude-institute/t-bench/python-3-13:20250620") == "/app"."""
-    return "/app" if _TERMINAL_BENCH.fullmatch(image) else ""
+    return FOLDER if _TERMINAL_BENCH.fullmatch(image) else ""
 
 
 async def ensure_debian(daemon: Daemon, cache: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from activities.sandbox.boxes import named_disk
 from activities.sandbox.daemon import Daemon, Refused, tolerated
-from activities.sandbox.machines.bases import ensure_debian, folder_of, stands_for
+from activities.sandbox.machines.bases import STAND_IN, ensure_debian, folder_of, stands_for
 from activities.sandbox.machines.build import build
 from activities.sandbox.machines.context import context_key
 from activities.sandbox.machines.dockerfile import bases, with_bases
@@ -30,7 +30,7 @@ from workflows.errors import SandboxError
 log = logging.getLogger(__name__)
 
 REPOSITORY = "ratchet/task"
-LOCAL = "-local"
+LOCAL = f"-local-{STAND_IN}"
 """Ending of the tag of an image that was built on a Debian made here."""
 BASES = "ratchet.local-bases"
 """Label with the names that it stands for."""
