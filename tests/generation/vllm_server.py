@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class Server:
     model: Path
     client: EngineClient
     process: subprocess.Popen[bytes]
-    seconds: float
     restarted: bool
     first_label: str
     """The weight label that it began with."""
@@ -59,12 +57,10 @@ async def started(
             start_new_session=True,
         )
     client = EngineClient(EngineInfo(name=name, host="local", url=f"http://127.0.0.1:{port}"))
-    began = time.monotonic()
     try:
         spec = EngineSpec.of(str(model), context_length=context_length, dtype=dtype)
         restarted = await serve(client, spec, home, wait_s=240)
-        seconds = time.monotonic() - began
-        yield Server(home, model, client, process, seconds, restarted, await client.label())
+        yield Server(home, model, client, process, restarted, await client.label())
     finally:
         await client.close()
         if process.poll() is None:
