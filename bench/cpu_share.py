@@ -2,8 +2,9 @@
 
 A solution that counts to a number is gated at twice the time it takes on the host as it is. Then the host gets load,
 and the same solution runs with Docker's default weight for all sandboxes together and with the raised one. Prints each
-median as a ratio to the unloaded one, and how many of the runs pass the gate. Needs root and a Docker daemon, in a
-control group of its own: sandboxes of a running stack keep theirs.
+median as a ratio to the unloaded one, and how many of the runs pass the gate; the last line is JSON, with `ratio` of
+the raised weight to Docker's default. Needs root and a Docker daemon, in a control group of its own: sandboxes of a
+running stack keep theirs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from activities.sandbox.cgroup import TIMES, raise_share, share
 from activities.sandbox.channel import Operation
 from activities.sandbox.container import SandboxSpec
 from activities.sandbox.docker import DockerBackend
+from bench.measure import finish
 
 PARENT = "/ratchet-bench"
 RUN = "bench-cpu-share"
@@ -63,13 +65,16 @@ async def measure(docker_host: str) -> None:
                 sys.exit("this process may not set the weight of the sandboxes")
             quiet = statistics.median(await seconds(backend, sandbox.id, "quiet"))
             print(f"no load of ours          1.00  ({quiet:.2f} s; the gate is at {GATE:.1f} times that)")
+            ratios = dict[str, float]()
             with load():
                 for name, times in (("Docker's default weight", 1), ("raised weight", TIMES)):
                     raise_share(PARENT, times=times)
                     taken = await seconds(backend, sandbox.id, name)
                     passed = sum(one <= GATE * quiet for one in taken)
-                    ratio = statistics.median(taken) / quiet
-                    print(f"{name:<24} {ratio:.2f}  ({passed} of {len(taken)} pass the gate)")
+                    ratios[name] = statistics.median(taken) / quiet
+                    print(f"{name:<24} {ratios[name]:.2f}  ({passed} of {len(taken)} pass the gate)")
+            default, raised = ratios.values()
+            finish({"ratio": round(raised / default, 3), "slower_by_default": round(default, 2)})
         finally:
             await backend.sweep(RUN)
             await backend.aclose()

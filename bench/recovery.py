@@ -1,9 +1,9 @@
 """Seconds from a `kill -9` of each process to the moment it does its work again, while a run goes on.
 
-`python bench/recovery.py [--times 5]`, with the stack up (`ratchet up`) and the tiny policy made (`ratchet bootstrap
-tiny`). Starts a run of its own, kills each part in turn, prints a Markdown table and cancels the run. A part
-is back when the supervisor finds its new process healthy; an engine when it carries proven weights, which is when
-requests go to it again.
+`python -m bench.recovery [--times 5]`, with the stack up (`ratchet up`) and the tiny policy made (`ratchet bootstrap
+tiny`). Starts a run of its own, kills each part in turn, prints a Markdown table and cancels the run. The last line is
+JSON: `median_s` by part. A part is back when the supervisor finds its new process healthy; an engine when it carries
+proven weights, which is when requests go to it again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.measure import finish
 from workers.settings import Settings
 from workers.stack.control import read_status
 from workers.stack.state import Home
@@ -59,6 +60,7 @@ def main() -> None:
     print("| part | median s | least | most |\n| --- | --- | --- | --- |")
     for name, values in rows.items():
         print(f"| `{name}` | {statistics.median(values):.1f} | {min(values):.1f} | {max(values):.1f} |")
+    finish({"median_s": {name: round(statistics.median(values), 1) for name, values in rows.items()}})
 
 
 def recovery(home: Home, part: PartStatus, run: str) -> float:

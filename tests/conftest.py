@@ -24,6 +24,8 @@ from activities.sandbox import toolbox
 from storage.database import open_database
 from storage.migrations import migrate
 from storage.objects import ObjectStore
+from tests.postgres import PostgresServer, postgres_server
+from tests.postgres import chosen as on_postgres
 from tests.stack import stack as stack
 from tests.stack import straight as straight
 
@@ -157,10 +159,25 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def postgres_databases() -> Iterator[PostgresServer]:
+    """Where RATCHET_TEST_DATABASE has the databases on PostgreSQL."""
+    with postgres_server() as server:
+        yield server
+
+
 @pytest.fixture
-def database(tmp_path: Path, migrated: Path) -> Iterator[Engine]:
-    """A fresh SQLite file with the migrations applied."""
-    path = shutil.copy(migrated, tmp_path / "lineage.db")
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    """A fresh SQLite file with the migrations applied, or a PostgreSQL database that is."""
+    if on_postgres():
+        server: PostgresServer = request.getfixturevalue("postgres_databases")
+        url = server.fresh()
+        engine = open_database(url)
+        yield engine
+        engine.dispose()
+        server.drop(url)
+        return
+    path = shutil.copy(request.getfixturevalue("migrated"), tmp_path / "lineage.db")
     engine = open_database(f"sqlite:///{path}")
     yield engine
     engine.dispose()

@@ -1,8 +1,8 @@
 """`python -m workers.engine --name NAME --port PORT`: becomes the vLLM server of one engine.
 
-Waits for the specification that the `serve` activity writes, notes its pid, and replaces itself by vLLM: the pid
-stays, so the supervisor that started it sees every end of the server, whatever its exit code. Started and restarted by
-the supervisor.
+Waits for the specification that the `serve` activity writes, notes its pid, and replaces itself by vLLM, or goes on as
+vLLM where a fork server has imported that: the pid stays, so the supervisor that started it sees every end of the
+server, whatever its exit code. Started and restarted by the supervisor.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from activities.generation import server
 from activities.generation.server import (
     EngineSpec,
     command,
     device,
     environment,
     pid_path,
+    preloaded,
     read_spec,
     routes_experts,
 )
@@ -55,29 +58,46 @@ def scratch_folder(home: Path, name: str) -> Path:
     return folder
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Become the vLLM server of one engine.")
     parser.add_argument("--name", required=True)
     parser.add_argument("--port", type=int, required=True)
-    options = parser.parse_args()
-    settings = Settings()
+    return parser.parse_args(arguments)
+
+
+def engine_environment(settings: Settings, name: str, spec: EngineSpec | None = None) -> dict[str, str]:
+    """Of the server of an engine; on a CPU it does not depend on what is served."""
+    cores, mixture = len(os.sched_getaffinity(0)), spec is not None and routes_experts(spec.model)
+    return environment(inherited_environment(), on=device(), cores=cores, mixture=mixture) | {
+        "TMPDIR": str(scratch_folder(settings.home_path, name)),
+        "TORCHINDUCTOR_CACHE_DIR": str(settings.home_path / "cache" / "inductor"),
+    }
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """For a fork server, on a CPU."""
+    os.environ.update(engine_environment(Settings(), parsed(arguments).name))
+    server.preload()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options, settings = parsed(), Settings()
     home = settings.home_path
     pid_file = pid_path(home, options.name)
     pid_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     pid_file.write_text(f"{os.getpid()}\n")
     log.info("%s: waiting for a model", options.name)
     spec = wait_for_spec(home, options.name)
-    on = device()
     # Of an option that is given twice the last one counts.
-    arguments = [sys.executable, *command(spec, options.port, on=on), f"--host={settings.engine_host}"]
-    cores, mixture = len(os.sched_getaffinity(0)), routes_experts(spec.model)
-    env = environment(inherited_environment(), on=on, cores=cores, mixture=mixture)
-    env |= {
-        "TMPDIR": str(scratch_folder(home, options.name)),
-        "TORCHINDUCTOR_CACHE_DIR": str(home / "cache" / "inductor"),
-    }
+    arguments = [sys.executable, *command(spec, options.port, on=device()), f"--host={settings.engine_host}"]
+    env = engine_environment(settings, options.name, spec)
     log.info("%s: serving %s in %s, %d tokens of context", options.name, spec.model, spec.dtype, spec.context_length)
+    if preloaded():
+        os.environ.update(env)
+        sys.argv = arguments[arguments.index("-m") + 1 :]
+        server.main()
+        return
     sys.stdout.flush()
     os.execve(sys.executable, arguments, env)
 

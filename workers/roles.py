@@ -7,11 +7,12 @@ for the supervisor, and drains on SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from enum import StrEnum
@@ -197,6 +198,38 @@ ROLES: dict[Role, Callable[[Client, Settings, AsyncExitStack, Telemetry], Corout
     Role.ENGINES: engines,
     Role.SANDBOX: sandbox,
 }
+
+
+PRELOADED: dict[Role, tuple[str, ...]] = {
+    Role.CONTROL: ("activities.lineage.activities", "activities.janitor.records"),
+    Role.ROLLOUT: (
+        "activities.agents.activities",
+        "activities.generation.activities",
+        "activities.lineage.activities",
+        "activities.lineage.evaluations",
+        "activities.generation.fingerprint",
+        "activities.janitor.host",
+        "activities.sandbox.docker",
+    ),
+    Role.TRAINER: (
+        "activities.training.activities",
+        "activities.publication.activities",
+        "deepspeed",
+        "transformers.models.auto.modeling_auto",
+        "transformers.modeling_utils",
+    ),
+    Role.ENGINES: ("activities.generation.fingerprint", "activities.generation.quantized"),
+    Role.SANDBOX: ("activities.sandbox.docker", "activities.janitor.host"),
+}
+"""What a role imports when it begins, that takes its time."""
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """For a fork server."""
+    for name in ("boto3.s3.transfer", "tasksets", "workers.parts", "workers.metrics", "workflows.registry"):
+        importlib.import_module(name)
+    for name in PRELOADED[Role(arguments[0])]:
+        importlib.import_module(name)
 
 
 async def serve(role: Role, settings: Settings) -> None:

@@ -90,6 +90,11 @@ class Settings(BaseSettings):
         description="Keys with which inputs, results and failures are sealed before the Temporal server gets them:"
         " <name>=<32 bytes in base64>, comma-separated; the first seals, all open. Empty: they are not.",
     )
+    mlflow_tracking_token: SecretStr = Field(
+        SecretStr(""),
+        validation_alias="MLFLOW_TRACKING_TOKEN",
+        description="Bearer token of `ratchet export --mlflow`, by the name that MLflow's own client reads.",
+    )
     sandbox_hosts: str = Field(
         "",
         description="Names of the hosts that sandboxes live on, comma-separated; each runs the part `sandbox`. Empty:"

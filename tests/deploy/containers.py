@@ -199,12 +199,20 @@ class Services:
         self.until(prepared)
 
     def worker(self, role: str) -> None:
-        extra = (
-            ["--volume", f"{self._docker_host.removeprefix('unix://')}:/var/run/docker.sock", "--pid", "host"]
-            if role == "rollout"
-            else []
-        )
-        self._run(role, [sys.executable, "-m", "workers.roles", role], self.environment(role), extra)
+        env = self.environment(role) | {"RATCHET_HOST": "local", "RATCHET_SANDBOX_HOSTS": "local"}
+        self._run(role, [sys.executable, "-m", "workers.roles", role], env)
+
+    def sandbox(self) -> None:
+        """The only one with the daemon's socket, and without a key to database or object store."""
+        kept = {
+            name: value
+            for name, value in self.environment("sandbox").items()
+            if not name.startswith(("RATCHET_S3_", "RATCHET_DATABASE_"))
+        }
+        env = kept | {"RATCHET_HOST": "local", "RATCHET_SANDBOX_HOSTS": "local"}
+        socket = f"{self._docker_host.removeprefix('unix://')}:/var/run/docker.sock"
+        command = [sys.executable, "-m", "workers.roles", "sandbox"]
+        self._run("sandbox", command, env, ["--volume", socket, "--pid", "host"])
 
     def engines(self) -> None:
         env = self.environment("engines") | {"RATCHET_PARTS": "vllm,engines", "RATCHET_ENGINE_COUNT": "1"}

@@ -23,7 +23,7 @@ from tests.stack import small_run, wait_for
 from workers.stack.private_daemon import PrivateDaemon
 
 STEPS = 3
-KILLED = ("lineage-db", "s3", "temporal", "control", "rollout", "trainer", "engines")
+KILLED = ("lineage-db", "s3", "temporal", "control", "rollout", "sandbox", "trainer", "engines")
 AWAY_S = 3.0
 
 pytestmark = [
@@ -52,6 +52,7 @@ def services() -> Iterator[Services]:
         made.prepare()
         for role in ("control", "rollout", "trainer"):
             made.worker(role)
+        made.sandbox()
         made.engines()
         yield made
     finally:

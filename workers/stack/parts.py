@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from activities.generation.server import device, kernel_threads
 from workers.settings import Settings, UpOptions
 from workers.stack import health
 from workers.stack.state import LOOPBACK, ROLES, Home, Stack
@@ -67,6 +68,8 @@ class Part:
     """Why it can't be started here, and what to do; empty when it can."""
     heartbeat: Path | None = None
     """File of its heartbeat, removed before each start."""
+    forked: bool = False
+    """`argv` is a Python module that a fork server may make (workers/fork_server.py): it starts again in no time."""
     pid_file: Path | None = None
     """File in which it keeps a child's pid, removed before a start if that child is dead."""
 
@@ -197,6 +200,8 @@ def _engines(home: Home, stack: Stack, settings: Settings) -> list[Part]:
                 check=health.engine(url, home.path / "engines" / f"{name}.json"),
                 address=url,
                 hang_s=120.0,
+                # One thread can be forked; for more, vLLM has a new process preload libraries.
+                forked=device() == "cpu" and kernel_threads(len(os.sched_getaffinity(0))) == 1,
             )
         )
     return parts
@@ -220,6 +225,7 @@ def _role(home: Home, role: str, settings: Settings) -> Part:
         # Time to finish or hand back the activities in flight.
         stop_s=30.0,
         heartbeat=file,
+        forked=not ranked,
     )
 
 

@@ -87,11 +87,15 @@ def spawn(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    stat = _stat(child.pid)
     # Not reaped yet, so the pid is still in /proc even if the process has already ended.
+    return started_now(child.pid, fingerprint=fingerprint), child
+
+
+def started_now(pid: int, *, fingerprint: str) -> Process:
+    """A process that has just been started; one that is gone already is not `alive`."""
+    stat = _stat(pid)
     started = stat.started if stat is not None else 0
-    process = Process(pid=child.pid, started=started, boot=boot_id(), fingerprint=fingerprint, since=time.time())
-    return process, child
+    return Process(pid=pid, started=started, boot=boot_id(), fingerprint=fingerprint, since=time.time())
 
 
 def kill_leftovers(process: Process) -> int:

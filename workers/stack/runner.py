@@ -9,6 +9,7 @@ ended first if not. Nothing is signalled that this stack did not start. Called b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from workers.stack.forking import ForkServer
 from workers.stack.health import Health
 from workers.stack.parts import Part
 from workers.stack.process import (
@@ -62,6 +64,17 @@ class Runner:
         self._changed = changed
         self._process: Process | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._starting: asyncio.Future[Process] | None = None
+        self._fork_server: ForkServer | None = None
+        if part.forked:
+            self._fork_server = ForkServer(
+                part.argv[2:],
+                env=self._env,
+                cwd=self._cwd,
+                log=self._log,
+                fingerprint=self._fingerprint,
+                patience_s=part.start_s,
+            )
         self._failures = 0
 
     async def run(self) -> None:
@@ -74,7 +87,7 @@ class Runner:
                     self._set(PartState.MISSING, self.part.missing)
                     await asyncio.sleep(CHECK_S)
                     continue
-                self._start()
+                await self._start()
             reason = await self._watch() if self._process is not None else self.status.detail
             if self.part.once and reason.partition(",")[0] == "exit 0":
                 self._forget()
@@ -85,10 +98,14 @@ class Runner:
 
     async def stop(self) -> None:
         """SIGTERM, time to drain, SIGKILL; the part's whole session is gone when this returns."""
+        if self._starting is not None:
+            await self._stop_starting()
         if self._process is not None:
             self._set(self.status.state, "stopping")
             await asyncio.to_thread(stop_now, self._process, seconds=self.part.stop_s)
             self._forget()
+        if self._fork_server is not None:
+            await asyncio.to_thread(self._fork_server.close)
         if self.status.state not in (PartState.ELSEWHERE, PartState.DONE):
             self._set(PartState.STOPPED, "")
 
@@ -106,18 +123,22 @@ class Runner:
         await asyncio.to_thread(stop_now, found, seconds=self.part.stop_s)
         self._pid_file.unlink(missing_ok=True)
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
         if self.part.heartbeat is not None:
             self.part.heartbeat.unlink(missing_ok=True)
         if self.part.pid_file is not None:
             forget_dead(self.part.pid_file)
         try:
-            self._process, self._child = spawn(
-                self.part.argv, env=self._env, cwd=self._cwd, log=self._log, fingerprint=self._fingerprint
-            )
+            if self._fork_server is not None:
+                await self._fork(self._fork_server)
+            else:
+                self._process, self._child = spawn(
+                    self.part.argv, env=self._env, cwd=self._cwd, log=self._log, fingerprint=self._fingerprint
+                )
         except OSError as error:
             self._set(PartState.STARTING, f"could not be started: {error}")
             return
+        assert self._process is not None
         log.info("%s: started, pid %d", self.part.name, self._process.pid)
         try:
             write_atomically(self._pid_file, self._process.model_dump_json())
@@ -125,6 +146,24 @@ class Runner:
             # A full disk must not end the supervisor; only the next one can't know this process.
             log.warning("%s: its pid file can't be written: %s", self.part.name, error)
         self._set(PartState.STARTING, "")
+
+    async def _fork(self, server: ForkServer) -> None:
+        self._set(PartState.STARTING, "imports")
+        self._starting = asyncio.ensure_future(asyncio.to_thread(server.start))
+        try:
+            self._process = await asyncio.shield(self._starting)
+        except OSError:
+            self._starting = None
+            raise
+        self._starting = None
+
+    async def _stop_starting(self) -> None:
+        """The supervisor stops, and a process of the part may just be coming."""
+        assert self._fork_server is not None and self._starting is not None
+        await asyncio.to_thread(self._fork_server.close)
+        with contextlib.suppress(OSError):
+            self._process = await self._starting
+        self._starting = None
 
     async def _watch(self) -> str:
         """Until the process has ended or was ended here; why."""
@@ -192,6 +231,8 @@ class Runner:
     def _exit_code(self) -> int | None:
         """Exit code of our own child, reaped here; None for an adopted process, which is another's child."""
         code = self._child.wait() if self._child is not None else None
+        if self._fork_server is not None:
+            code = self._fork_server.exit_code()
         self._child = None
         return code
 
