@@ -4,7 +4,8 @@ For each size of model, each channel and each plan for what is in flight: one op
 learning rate, the publication by the real activity, the load by the real loader on both engines at once, while eight
 requests are always in flight on each. Printed beside a plain restart of an engine with the new weights, as people do
 it. The last line is JSON; per size `pause_share` (median pause over publish latency, channel s3, full set),
-`restart_over_pause`, and `delta_share` (bytes of a delta over those of the full set, bfloat16).
+`restart_over_pause`, `delta_share` and `adapter_share` (bytes of a delta, and of an adapter of rank 16, over those of
+the full set, bfloat16).
 
 - bytes: what was uploaded or handed out for the version.
 - latency: from the end of the update to the last engine's proof; export, delta, upload, download, load, prove are its
@@ -41,17 +42,25 @@ from storage.database import open_database, session
 from storage.migrations import migrate
 from storage.objects import ObjectStore
 from storage.tables import Run
-from workflows.config import RunConfig
+from workflows.config import RunConfig, TrainingConfig
 from workflows.contracts import ApplyInput, ApplyOutput, InFlight, PublishInput, PublishOutput
+from workflows.errors import EngineError
 
 SAMPLED = "vllm:generation_tokens_total"
+TRIES = 4
 PROBES = 2
 """Tokens that a load itself samples, for its proof."""
 RATE_S = 2.0
 """For how long the engines' undisturbed pace is measured before each version."""
+ADAPTER_RANK = 16
 WAYS: dict[str, dict[str, Any]] = {
     "s3, full": {"weight_channel": "s3"},
     "s3, delta": {"weight_channel": "s3", "publication": {"full_every": 100}},
+    "s3, adapter": {
+        "weight_channel": "s3",
+        "publication": {"full_every": 2},
+        "training": {"lora_rank": ADAPTER_RANK},
+    },
     "direct": {"weight_channel": "direct", "publication": {"store_every": 1000}},
     "colocated": {"weight_channel": "colocated", "mode": "sync", "publication": {"store_every": 1000}},
 }
@@ -89,18 +98,28 @@ class Bench:
     def __post_init__(self) -> None:
         migrate(f"sqlite:///{self.home / 'rows.db'}")
         self.database = open_database(f"sqlite:///{self.home / 'rows.db'}")
-        training = self.config("s3, full").training
-        self.held = Held(Trainer(self.engines[0].model, training, seed=0))
+        self.held, self._rank = self._holding(0), 0
         self.offers = self.home / "spool" / FOLDER
         self.address = f"{UNIX}{self.home / 'o'}"
 
     def config(self, way: str) -> RunConfig:
-        training = {"dtype": self.dtype, "deepspeed": {"zero_optimization": {"stage": 1}}}
-        return RunConfig.model_validate({"model": str(self.engines[0].model), "training": training, **WAYS[way]})
+        told = WAYS[way] | {"training": self._training() | WAYS[way].get("training", {})}
+        return RunConfig.model_validate({"model": str(self.engines[0].model), **told})
+
+    def _training(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "deepspeed": {"zero_optimization": {"stage": 1}}}
+
+    def _holding(self, rank: int) -> Held:
+        """A trainer of the model, or of an adapter of that rank."""
+        training = TrainingConfig.model_validate(self._training() | {"lora_rank": rank})
+        return Held(Trainer(self.engines[0].model, training, seed=0))
 
     async def row(self, way: str, in_flight: InFlight) -> dict[str, float]:
         """The medians of some versions over one way, under one plan."""
         config, traffic = self.config(way), Traffic([item.client for item in self.engines], SHAPES[self.size][2])
+        if (rank := config.training.lora_rank) != self._rank:
+            self.held.trainer.close()
+            self.held, self._rank = self._holding(rank), rank
         self.runs += 1
         run, rounds = f"r{self.runs}", list[dict[str, float]]()
         with session(self.database) as opened:
@@ -168,11 +187,22 @@ class Bench:
             in_flight=in_flight,
         )
         outs = await asyncio.gather(
-            *(loader.apply(message.model_copy(update={"engine": loader.client.info})) for loader in loaders)
+            *(_applied(loader, message.model_copy(update={"engine": loader.client.info})) for loader in loaders)
         )
         if why := [out.why for out in outs if out.why]:
             raise SystemExit(f"{run}: {why[0]}")
         return published, list(outs)
+
+
+async def _applied(loader: EngineLoader, message: ApplyInput) -> ApplyOutput:
+    """Tried again as the workflow tries it: a busy engine may answer too late."""
+    for _ in range(TRIES - 1):
+        try:
+            return await loader.apply(message)
+        except EngineError as error:
+            say(f"{loader.client.info.name}: {error}; again")
+            await asyncio.sleep(1.0)
+    return await loader.apply(message)
 
 
 async def _sampled(engines: Sequence[BenchEngine]) -> float:
@@ -195,7 +225,7 @@ async def measure(size: float, options: argparse.Namespace) -> tuple[list[Sequen
     rows, ratios = list[Sequence[object]](), dict[str, float]()
     for dtype, ways, plans in (
         ("float32", ("s3, full", "direct", "colocated"), tuple(InFlight)),
-        ("bfloat16", ("s3, full", "s3, delta"), (InFlight.KEEP,)),
+        ("bfloat16", ("s3, full", "s3, delta", "s3, adapter"), (InFlight.KEEP,)),
     ):
         with tempfile.TemporaryDirectory(prefix="ratchet-weights-") as name, serving_s3(Path(name)) as store:
             home = Path(name)
@@ -223,7 +253,9 @@ async def measure(size: float, options: argparse.Namespace) -> tuple[list[Sequen
             ratios["pause_share"] = median(item["pause"] / item["latency"] for item in full)
             ratios["restart_over_pause"] = restart_s / median(item["pause"] for item in full)
         else:
-            ratios["delta_share"] = found["s3, delta", InFlight.KEEP]["MB"] / found["s3, full", InFlight.KEEP]["MB"]
+            full_mb = found["s3, full", InFlight.KEEP]["MB"]
+            ratios["delta_share"] = found["s3, delta", InFlight.KEEP]["MB"] / full_mb
+            ratios["adapter_share"] = found["s3, adapter", InFlight.KEEP]["MB"] / full_mb
     return rows, ratios
 
 

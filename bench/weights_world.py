@@ -63,7 +63,8 @@ class Held:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._masters = [item.detach().float().clone() for item in trainer.module.parameters()]
+        self._trained = [item for item in trainer.module.parameters() if item.requires_grad]
+        self._masters = [item.detach().float().clone() for item in self._trained]
 
     async def call(self, function: Callable[[Work], Any]) -> Any:
         return await asyncio.to_thread(function, Work())
@@ -74,7 +75,7 @@ class Held:
     def step(self, learning_rate: float) -> None:
         """What one step of Adam does at most: each weight by the learning rate, up or down, in float32."""
         with torch.no_grad():
-            for parameter, master in zip(self.trainer.module.parameters(), self._masters, strict=True):
+            for parameter, master in zip(self._trained, self._masters, strict=True):
                 master.add_(torch.empty_like(master).bernoulli_(0.5).mul_(2).sub_(1), alpha=learning_rate)
                 parameter.copy_(master)
 

@@ -1,5 +1,5 @@
 """How old the weights were that an engine answered with: versions that were published when it was asked, minus the
-version that made the first token of its answer.
+version that made the first token of its answer. And the answers whose weights changed in the middle of them.
 
 It is what off-policy training pays for the publication and the routing alone, before a token is made or waits. Computed
 from the rows of turns and publications, whose times are those of the hosts that wrote them. Called by the report and by
@@ -77,3 +77,29 @@ def _requests(opened: Session, run: str) -> list[tuple[float, int, int | None]]:
         .where(Episode.run == run, Episode.kind == EpisodeKind.TRAIN, col(Turn.asked_at) > 0)
     )
     return [(asked_at, version, step) for asked_at, version, step in opened.connection().execute(statement)]
+
+
+class Spanning(NamedTuple):
+    """Requests that were in flight while an engine took up `version`: their answers begin with tokens of older weights
+    and end with its own. `tokens`: all that they sampled."""
+
+    version: int
+    requests: int
+    tokens: int
+
+
+def spanning(opened: Session, *, run: str) -> list[Spanning]:
+    """By version, of training episodes; only versions that a request spanned."""
+    requests, tokens = sqlalchemy.func.count(), sqlalchemy.func.sum(Turn.sampled_tokens)
+    statement = (
+        sqlalchemy.select(Turn.max_version, requests, tokens)  # type: ignore[call-overload]
+        .join(Episode, col(Turn.episode) == col(Episode.id))
+        .where(
+            Episode.run == run,
+            Episode.kind == EpisodeKind.TRAIN,
+            col(Turn.max_version) > col(Turn.min_version),
+        )
+        .group_by(col(Turn.max_version))
+        .order_by(col(Turn.max_version))
+    )
+    return [Spanning(*row) for row in opened.connection().execute(statement)]

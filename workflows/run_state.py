@@ -43,6 +43,8 @@ class Carry(BaseModel):
     policy_version: int = 0
     checkpoint: str = ""
     manifest: str = ""
+    publish_s: float = 0.0
+    """What publishing it took."""
     task_cursor: int = 0
     """Position in the order of tasks, or the number of the next draw."""
     tasks_by_difficulty: dict[str, int] = {}

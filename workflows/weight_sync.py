@@ -35,7 +35,9 @@ LATE = timedelta(seconds=5)
 """Least time that an engine has for a version after another has proven it."""
 LATE_AGAIN = timedelta(milliseconds=500)
 FIRST_TURN = timedelta(seconds=60)
-"""Of engines that load in turns: what the first have, before anything is known of how long it takes."""
+"""Of engines that load in turns: the least that the first have, before anything is known of how long it takes."""
+PUBLICATIONS = 3
+"""Or so many times what publishing took, which moved as many bytes: large weights need longer than that least."""
 
 
 async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
@@ -66,6 +68,7 @@ async def publish_and_apply(run: str, carry: Carry, say: Say) -> None:
 
 async def _publish(run: str, carry: Carry, version: int, say: Say, *, again: bool) -> None:
     say(f"publishing version {version}")
+    began = workflow.now()
     published = await policies.call(
         "publish",
         PublishInput(
@@ -81,7 +84,7 @@ async def _publish(run: str, carry: Carry, version: int, say: Say, *, again: boo
         summary=f"version {version}",
         queue=Queue.TRAINING,
     )
-    carry.manifest = published.manifest
+    carry.manifest, carry.publish_s = published.manifest, (workflow.now() - began).total_seconds()
 
 
 async def apply_to_all(run: str, carry: Carry, version: int, say: Say) -> list[str]:
@@ -95,7 +98,10 @@ async def apply_to_all(run: str, carry: Carry, version: int, say: Say) -> list[s
     engines = sorted(engines, key=lambda engine: engine.name in known_late)
     # The end of what is in flight belongs to a load that waits for it.
     drain = timedelta(seconds=carry.config.rollout.generate_timeout_s if _waits(carry.config) else 0)
-    at_once, limit, found = len(engines) // 2, FIRST_TURN + drain, dict[str, str]()
+    first_turn = FIRST_TURN
+    if workflow.patched("first-turn-by-publication"):
+        first_turn = max(first_turn, timedelta(seconds=PUBLICATIONS * carry.publish_s))
+    at_once, limit, found = len(engines) // 2, first_turn + drain, dict[str, str]()
     for first in range(0, len(engines), at_once):
         turn, began = engines[first : first + at_once], workflow.now()
         late_before = list(carry.late_engines)

@@ -255,6 +255,7 @@ class EngineLoader:
         cached = await self.client.cached_tokens(ids, cache_salt=salt)
         return Shown(
             digest=manifest.digest,
+            weights=manifest.weights_file.sha256,
             parameters=await self.client.digest(),
             canary=manifest.canary,
             logprobs=await self.client.score(ids),

@@ -27,6 +27,8 @@ class Shown(Message):
 
     digest: str
     """Of the manifest."""
+    weights: str = ""
+    """sha256 of its weights: an adapter may have moved by less than they show."""
     parameters: str
     """Digest of the parameters that the engine holds."""
     canary: Canary
@@ -82,7 +84,7 @@ def judge(manifest: Manifest, shown: Shown, last: Shown | None, dtype: str, kv: 
         )
     if last is None:
         return ""
-    if last.digest == manifest.digest:
+    if last.digest == manifest.digest or last.weights == manifest.weights_file.sha256:
         return "" if last.parameters == shown.parameters else "the same weights gave other parameters than before"
     if last.canary.token_ids == shown.canary.token_ids and last.logprobs == shown.logprobs:
         moved = max(_differences(last.canary.logprobs, shown.canary.logprobs), default=0.0)

@@ -12,6 +12,7 @@ of vLLM imports this module again.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ HOST = "127.0.0.1"
 SERVED_NAME = "policy"
 """The model's name in every request."""
 MODULE = "activities.generation.server"
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 MAX_SEQUENCES = 128
 BLOCK_TOKENS = 32
 """Tokens of a cache block; the CPU build needs a multiple of 32."""
@@ -156,11 +158,16 @@ def environment(base: Mapping[str, str], *, on: str, cores: int, mixture: bool =
     shared = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if on != "cpu":
         return shared | ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if mixture else {})
-    threads = max(1, cores // 2)
+    threads = kernel_threads(cores)
     kernels = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     start = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ({FORKED: "1"} if threads == 1 else {})
     # In eager mode one small function would still be compiled, by a C++ compiler, at the first request of all.
     return shared | kernels | start | {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def kernel_threads(cores: int) -> int:
+    """Of one engine on a CPU."""
+    return max(1, cores // 2)
 
 
 def fork_the_core() -> None:
@@ -170,6 +177,16 @@ def fork_the_core() -> None:
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def preload() -> None:
+    """Import what the server and its core import, in an environment that is the engine's."""
+    for name in (ENTRY, "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "activities.generation.worker_extension"):
+        importlib.import_module(name)
+
+
+def preloaded() -> bool:
+    return ENTRY in sys.modules
 
 
 def main() -> None:

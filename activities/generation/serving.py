@@ -60,11 +60,11 @@ async def serve(client: EngineClient, spec: EngineSpec, home: Path, *, wait_s: f
         elif not seen and time.monotonic() - started > NO_LAUNCHER_S:
             break
         if len(seen) > MAX_STARTS:
-            raise EngineError(f"{name} ended {MAX_STARTS} times before it answered: {_last_words(home, name)}")
+            raise EngineError(f"{name} ended {MAX_STARTS} times before it answered: {last_words(home, name)}")
         await asyncio.sleep(LOOK_EVERY_S)
     if not seen:
         raise EngineError(f"{name}: no launcher runs on this host; start it with `ratchet up`")
-    raise EngineError(f"{name} does not answer after {wait_s:.0f} s: {_last_words(home, name)}")
+    raise EngineError(f"{name} does not answer after {wait_s:.0f} s: {last_words(home, name)}")
 
 
 def end_server(home: Path, name: str) -> None:
@@ -99,7 +99,7 @@ async def _answers(client: EngineClient, spec: EngineSpec) -> bool:
     return spec.fingerprint in await _names(client) and await client.healthy()
 
 
-def _last_words(home: Path, name: str) -> str:
+def last_words(home: Path, name: str) -> str:
     """The errors at the end of the engine's log, or its last lines, and where the rest is."""
     path = home / "logs" / f"{name}.log"
     if not path.is_file():

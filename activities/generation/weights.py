@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from activities.publication.delta import WrongDelta
 from activities.publication.fetching import fetch_version
-from activities.publication.manifest import Manifest, TensorInfo
+from activities.publication.manifest import WEIGHTS_FILE, Manifest, ManifestFile, TensorInfo
 from activities.publication.tensors import DTYPES, read_header
 from storage.objects import ObjectStore
 from workflows.errors import EngineError, StorageError
@@ -59,15 +59,33 @@ class WeightsCache:
         tensors are not those of the manifest and of `model`, the folder that the engine was started with.
         """
         folder = self._folder / _name(manifest.digest)
-        names = [folder.name, *(_name(delta.base_digest) for file in manifest.files for delta in file.deltas)]
+        based_on = {_name(delta.base_digest) for file in manifest.files for delta in file.deltas}
+        names, moved = [folder.name, *based_on], 0
         self._users.update(names)
         try:
+            if base := self._adapter_base(manifest):
+                async with self._locks[base.parent.name]:
+                    moved += await _to_its_end(partial(self._fetch_base, manifest, base))
             async with self._locks[folder.name]:
-                moved = await _to_its_end(partial(self._fetch, manifest, folder, model))
+                moved += await _to_its_end(partial(self._fetch, manifest, folder, model))
             yield Fetched(folder, moved)
         finally:
             self._users.subtract(names)
-        await self._prune()
+        await self._prune({base.parent.name} if base else set())
+
+    def _adapter_base(self, manifest: Manifest) -> Path | None:
+        """Where the weights are, or will be, upon which the manifest's adapter is laid."""
+        adapter = manifest.weights_file.adapter
+        return self._folder / _name(adapter.base_digest) / WEIGHTS_FILE if adapter else None
+
+    def _fetch_base(self, manifest: Manifest, base: Path, progress: Callable[[int], None]) -> int:
+        """Have the base of an adapter here, for this version and those to come; the bytes that were moved."""
+        if base.is_file():
+            return 0
+        file = manifest.weights_file
+        whole = ManifestFile(name=file.name, key=file.key, bytes=file.bytes, sha256=file.deltas[0].base_sha256)
+        only = manifest.model_copy(update={"files": [whole]})
+        return fetch_version(self._store, only, base.parent, {}, progress=progress)
 
     def _fetch(self, manifest: Manifest, folder: Path, model: Path, progress: Callable[[int], None]) -> int:
         bases = self._bases(manifest)
@@ -78,6 +96,9 @@ class WeightsCache:
                 raise
             log.warning("version %d of %s: %s; fetching it whole", manifest.version, manifest.run, error)
             moved = fetch_version(self._store, manifest, folder, {}, progress=progress)
+            if base := self._adapter_base(manifest):
+                # It was damaged, and would be for every version to come.
+                base.unlink(missing_ok=True)
         os.utime(folder)
         check_tensors(manifest.tensors, stored_tensors(folder), model)
         return moved
@@ -91,8 +112,10 @@ class WeightsCache:
         }
         return {sha256: path for sha256, path in places.items() if path.is_file()}
 
-    async def _prune(self) -> None:
-        ordered = sorted(self._folder.iterdir(), key=_written_at, reverse=True)
+    async def _prune(self, bases: set[str]) -> None:
+        """Remove all but the last versions and `bases`, which those to come are made from."""
+        others = [item for item in self._folder.iterdir() if item.name not in bases]
+        ordered = sorted(others, key=_written_at, reverse=True)
         for folder in [item for item in ordered[KEEP:] if self._users[item.name] <= 0]:
             async with self._locks[folder.name]:
                 if self._users[folder.name] <= 0:

@@ -32,7 +32,7 @@ from activities.publication.manifest import (
 from activities.publication.offers import FOLDER, Offers
 from activities.publication.repair import damaged, replaced
 from activities.publication.retention import remove_old
-from activities.publication.sending import Sending, builds_on, new_bytes, room, version_before
+from activities.publication.sending import Sending, adapter_base, builds_on, new_bytes, room, version_before
 from activities.training.engine import Trainer
 from activities.training.ledger import PUBLISHED, TRAINED
 from activities.training.service import TrainerService
@@ -45,7 +45,7 @@ from storage.weight_tries import CANCELLED, FAILED, Trying
 from storage.weight_tries import PUBLISHED as DONE
 from workflows.config import RunConfig
 from workflows.contracts import PublishInput, PublishOutput, WeightChannel
-from workflows.errors import TrainerError
+from workflows.errors import StorageError, TrainerError
 
 KEPT_OFFERS = 2
 """The version that engines serve and the one that they are brought to."""
@@ -76,7 +76,7 @@ class PublicationActivities:
             elif config.weight_channel is not WeightChannel.S3:
                 self._offer_again(row, message, config, work, tried)
             elif message.again:
-                self._repair(row, message, config, work, tried)
+                row = self._repair(row, message, config, work, tried)
             tried.at("retention")
             bases = int(config.publication.full_every > 1)
             self._offers.keep_last(bases if config.weight_channel is WeightChannel.S3 else KEPT_OFFERS)
@@ -100,7 +100,10 @@ class PublicationActivities:
             raise
         tried.end(DONE)
 
-    def _write(self, message: PublishInput, config: RunConfig, work: Work, tried: Trying) -> Publication:
+    def _write(
+        self, message: PublishInput, config: RunConfig, work: Work, tried: Trying, *, digest: str = ""
+    ) -> Publication:
+        """`digest`: of what was published as this version before, which it must be again."""
         started = clock = time.monotonic()
         seconds: dict[str, float] = {}
         part = ""
@@ -116,6 +119,8 @@ class PublicationActivities:
         lap("load")
         trainer = self._service.at(message.checkpoint, config, work)
         manifest, size = self._upload(trainer, message, config, work, lap)
+        if digest and manifest.digest != digest:
+            raise _other_weights(message)
         lap("manifest")
         key = weights_key(message.run, message.version)
         write_manifest(self._store, key, manifest)
@@ -141,7 +146,9 @@ class PublicationActivities:
         rules, run = config.publication, message.run
         stored = rules.stores(message.version, config.weight_channel)
         before = version_before(self._database, self._store, run=run, version=message.version)
-        with transit_folder(self._spool, room(trainer, compact=stored and rules.full_every > 1)) as folder:
+        compact = stored and rules.full_every > 1
+        needed = room(trainer, compact=compact, adapter=config.training.lora_rank > 0)
+        with transit_folder(self._spool, needed) as folder:
             sending = Sending(
                 self._store,
                 folder / "version",
@@ -153,7 +160,7 @@ class PublicationActivities:
             export_folder(trainer, sending.folder)
             files = listed_folder(sending.folder, sending.prefix)
             tensors = with_checksums(trainer.tensors, sending.folder)
-            if stored and before and rules.full_every > 1:
+            if compact and before:
                 lap("delta")
                 work.check(f"comparing version {message.version} with the one before")
                 files = sending.compacted(files, tensors, before, self._offers, rules.full_every)
@@ -161,24 +168,26 @@ class PublicationActivities:
             if stored:
                 work.check(f"uploading version {message.version}")
                 sending.send(files)
-            if config.weight_channel is not WeightChannel.S3 or rules.full_every > 1:
+            manifest = Manifest(
+                kind="weights",
+                run=message.run,
+                version=message.version,
+                step=message.step,
+                world_size=trainer.world_size,
+                channel=config.weight_channel,
+                files=files,
+                tensors=tensors,
+                builds_on=builds_on(files, before),
+                max_mbytes_per_s=rules.max_mbytes_per_s,
+            )
+            only_stored, weights = config.weight_channel is WeightChannel.S3, manifest.weights_file
+            base = adapter_base(manifest, before, sending.folder) if compact and only_stored else None
+            if not only_stored or (compact and not weights.adapter):
                 lap("offer")
-                self._offer(sending.folder, next(file.sha256 for file in files if file.name == WEIGHTS_FILE))
+                self._offer(sending.folder, weights.sha256)
         lap("canary")
         probe = canary(trainer, seed=config.seed, vocabulary=known_vocabulary(trainer))
-        manifest = Manifest(
-            kind="weights",
-            run=message.run,
-            version=message.version,
-            step=message.step,
-            world_size=trainer.world_size,
-            channel=config.weight_channel,
-            files=files,
-            tensors=tensors,
-            canary=probe,
-            builds_on=builds_on(files, before),
-            max_mbytes_per_s=rules.max_mbytes_per_s,
-        )
+        manifest = manifest.model_copy(update={"canary": probe, "adapter_base": base})
         return manifest, new_bytes(manifest, before)
 
     def _offer(self, folder: Path, digest: str) -> None:
@@ -197,23 +206,71 @@ class PublicationActivities:
         with self._exported_again(row, message, config, work, digest) as folder:
             self._offer(folder, digest)
 
-    def _repair(self, row: Publication, message: PublishInput, config: RunConfig, work: Work, tried: Trying) -> None:
+    def _repair(
+        self, row: Publication, message: PublishInput, config: RunConfig, work: Work, tried: Trying
+    ) -> Publication:
         """Replace those objects of a published version that are damaged in the store, or missing there."""
-        manifest = read_manifest(self._store, row.manifest)
         tried.at("check")
+        try:
+            manifest = read_manifest(self._store, row.manifest)
+            if manifest.digest != row.digest:
+                raise StorageError(f"{row.manifest}: not what was published", retryable=False)
+        except StorageError as error:
+            if error.retryable:
+                raise
+            tried.note(f"{row.manifest} is damaged in the object store, or missing")
+            return self._write(message, config, work, tried, digest=row.digest)
         work.check(f"checking the objects of version {row.version}")
         with transit_folder(self._spool, max(file.bytes for file in manifest.files)) as folder:
             gone = damaged(self._store, manifest, folder, progress=work.moved)
+        base = manifest.adapter_base
+        # Engines' hosts may add otherwise than this one: what no engine could load by its adapter goes whole.
+        if adapter := manifest.weights_file.adapter:
+            gone.add(adapter.key)
         if not gone:
-            return
+            return self._restore_manifest(row, manifest, message, config, work, tried)
         tried.at("repair")
         tried.note(f"{', '.join(sorted(gone))} damaged in the object store")
         with self._exported_again(row, message, config, work, manifest.weights_file.sha256) as folder:
             whole = listed_folder(folder, objects_prefix(message.run))
-            manifest, again = replaced(manifest, whole, gone)
+            manifest, again = replaced(self._restated(manifest, folder, message, config, work), whole, gone)
             for file in again:
                 self._store.put_file(file.key, folder / file.name, progress=work.moved)
+        if base and base.key in gone and manifest.weights_file.key != base.key:
+            # What it was is nowhere to be had: nothing more is laid upon it.
+            manifest = manifest.model_copy(update={"adapter_base": None})
         write_manifest(self._store, row.manifest, manifest)
+        return row
+
+    def _restore_manifest(
+        self,
+        row: Publication,
+        manifest: Manifest,
+        message: PublishInput,
+        config: RunConfig,
+        work: Work,
+        tried: Trying,
+    ) -> Publication:
+        """Write the manifest again where what it says of its weights is damaged: no engine can prove them by that."""
+        try:
+            with self._exported_again(row, message, config, work, manifest.weights_file.sha256) as folder:
+                restated = self._restated(manifest, folder, message, config, work)
+        except TrainerError:
+            # A machine that makes other weights of the state can't tell what is true of these; whole objects stay.
+            return row
+        if restated != manifest:
+            tried.at("repair")
+            tried.note(f"checksums or canary in {row.manifest} damaged in the object store")
+            write_manifest(self._store, row.manifest, restated)
+        return row
+
+    def _restated(
+        self, manifest: Manifest, folder: Path, message: PublishInput, config: RunConfig, work: Work
+    ) -> Manifest:
+        """With the checksums and the canary of the weights in `folder`, which the trainer holds."""
+        trainer = self._service.at(message.checkpoint, config, work)
+        probe = canary(trainer, seed=config.seed, vocabulary=known_vocabulary(trainer))
+        return manifest.model_copy(update={"tensors": with_checksums(trainer.tensors, folder), "canary": probe})
 
     @contextmanager
     def _exported_again(
@@ -226,11 +283,7 @@ class PublicationActivities:
             folder = transit / "version"
             export_folder(trainer, folder)
             if sha256_file(folder / WEIGHTS_FILE) != digest:
-                raise TrainerError(
-                    f"{message.checkpoint} gives other weights here than were published as version {row.version}: start"
-                    " a run from it with resume_from",
-                    retryable=False,
-                )
+                raise _other_weights(message)
             yield folder
 
     def _record(self, row: Publication, message: PublishInput) -> None:
@@ -254,3 +307,11 @@ class PublicationActivities:
             opened.exec(
                 update(Batch).where(col(Batch.id) == batch_id, col(Batch.state) == TRAINED).values(state=PUBLISHED)
             )
+
+
+def _other_weights(message: PublishInput) -> TrainerError:
+    return TrainerError(
+        f"{message.checkpoint} gives other weights here than were published as version {message.version}: start a run"
+        " from it with resume_from",
+        retryable=False,
+    )

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from activities.publication.manifest import WEIGHTS_FILE, Canary, TensorInfo
-from activities.training.adapter import FOLDER, save_adapter
+from activities.training.adapter import save_adapter
 from activities.training.batch import MicroBatch
 from activities.training.engine import Trainer
 from activities.training.ranks import everywhere
@@ -37,7 +37,7 @@ def export_folder(trainer: Trainer, folder: Path) -> None:
     check_tensors(weights, trainer.tensors)
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     if trainer.adapter_config:
-        save_adapter(everywhere(Trainer.adapter, trainer), trainer.adapter_config, folder / FOLDER)
+        save_adapter(everywhere(Trainer.adapter, trainer), trainer.adapter_config, folder)
     for pattern in COPIED:
         for path in sorted(trainer.folder.glob(pattern)):
             if path.is_file() and not any(path.match(other) for other in LEFT_OUT):

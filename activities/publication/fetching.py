@@ -10,8 +10,10 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from activities.publication.adapters import apply_adapter
 from activities.publication.delta import WrongDelta, apply_delta
 from activities.publication.manifest import Delta, Manifest, ManifestFile, download_files, verifies
 from activities.training.transit import MARGIN_BYTES
@@ -39,13 +41,22 @@ def fetch_version(
     _clear(folder, {file.name for file in manifest.files})
     ways = [_way(file, bases) for file in manifest.files if not verifies(folder / file.name, file)]
     require_room(folder, sum(way.room for way in ways), manifest)
-    fetching = _Fetching(store, folder / WORK, progress, math.ceil(manifest.max_mbytes_per_s * 1e6))
+    max_bytes_per_s = math.ceil(manifest.max_mbytes_per_s * 1e6)
+
+    def download(wanted: list[ManifestFile]) -> int:
+        only = manifest.model_copy(update={"files": wanted})
+        return download_files(store, only, folder, progress=progress, max_bytes_per_s=max_bytes_per_s)
+
+    applied = {delta.sha256 for way in ways for delta in way.deltas}
+    adapters = [file for file in manifest.files if file.sha256 in applied]
+    moved = download(adapters)
+    here = {file.sha256: folder / file.name for file in adapters}
+    fetching = _Fetching(store, folder / WORK, progress, max_bytes_per_s, here)
     try:
-        moved = sum(fetching.make(way, folder / way.file.name) for way in ways if way.deltas)
+        moved += sum(fetching.make(way, folder / way.file.name) for way in ways if way.deltas)
     finally:
         shutil.rmtree(folder / WORK, ignore_errors=True)
-    whole = manifest.model_copy(update={"files": [way.file for way in ways if not way.deltas]})
-    return moved + download_files(store, whole, folder, progress=progress, max_bytes_per_s=fetching.max_bytes_per_s)
+    return moved + download([way.file for way in ways if not way.deltas])
 
 
 def require_room(folder: Path, needed: int, manifest: Manifest) -> None:
@@ -94,6 +105,8 @@ class _Fetching:
     work: Path
     progress: Callable[[int], None]
     max_bytes_per_s: int
+    here: Mapping[str, Path]
+    """By sha256, files of the version by which others are made: an adapter."""
 
     def make(self, way: _Way, target: Path) -> int:
         """Make the file by its deltas; the bytes that were moved."""
@@ -101,14 +114,15 @@ class _Fetching:
         target.parent.mkdir(parents=True, exist_ok=True)
         # They are small: what is wrong with one shows before the large object is fetched.
         changes = [self._delta(number, delta) for number, delta in enumerate(way.deltas)]
-        base, moved = way.base, sum(delta.bytes for delta in way.deltas)
+        base, moved = way.base, sum(delta.bytes for delta in way.deltas if delta.sha256 not in self.here)
         if base is None:
             base, moved = self._whole(way.file), moved + way.file.bytes
         digests = [*(delta.base_sha256 for delta in way.deltas), way.file.sha256]
-        for number, change in enumerate(changes):
+        for number, (delta, change) in enumerate(zip(way.deltas, changes, strict=True)):
             made = self.work / f"made{number}"
             before, after = digests[number : number + 2]
-            apply_delta(base, change, made, base_sha256=before, sha256=after, progress=self.progress)
+            apply = partial(apply_adapter, scale=delta.adapter_scale) if delta.adapter_scale else apply_delta
+            apply(base, change, made, base_sha256=before, sha256=after, progress=self.progress)
             if base.parent == self.work:
                 base.unlink()
             base = made
@@ -116,6 +130,8 @@ class _Fetching:
         return moved
 
     def _delta(self, number: int, delta: Delta) -> Path:
+        if delta.sha256 in self.here:
+            return self.here[delta.sha256]
         path = self.work / f"delta{number}"
         self.store.get_file(delta.key, path, progress=self.progress, max_bytes_per_s=self.max_bytes_per_s)
         if sha256_file(path) != delta.sha256:

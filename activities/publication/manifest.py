@@ -31,6 +31,19 @@ class Delta(Message):
     """Of the file that it is applied to."""
     base_digest: str
     """`Manifest.digest` of the version that has that file, under the same name."""
+    adapter_scale: float = 0.0
+    """Above 0 the object is an adapter that is added at this scale, as activities/publication/adapters.py says."""
+
+
+class AdapterBase(Message):
+    """Weights that no update has touched, upon which every version's adapter is laid: `model.safetensors` of version
+    `version`, whose `Manifest.digest` is `digest`."""
+
+    key: str
+    bytes: int
+    sha256: str
+    version: int
+    digest: str
 
 
 class ManifestFile(Message):
@@ -43,6 +56,11 @@ class ManifestFile(Message):
     """Of the file, however it comes."""
     deltas: list[Delta] = Field(default_factory=list)
     """The way from that object to the file, each applied to what the one before made."""
+
+    @property
+    def adapter(self) -> Delta | None:
+        """By which it is made, where it is."""
+        return next((delta for delta in self.deltas if delta.adapter_scale), None)
 
     @property
     def objects(self) -> dict[str, int]:
@@ -79,6 +97,8 @@ class Manifest(Message):
     files: list[ManifestFile]
     tensors: list[TensorInfo] = Field(default_factory=list)
     canary: Canary | None = None
+    adapter_base: AdapterBase | None = None
+    """Where an adapter trains upon weights that the store has."""
     channel: WeightChannel = WeightChannel.S3
     """How the weights come to the engines. Files without a key are handed out by the trainer's machine alone."""
     builds_on: str = ""
@@ -112,8 +132,9 @@ class Manifest(Message):
 
     @property
     def objects(self) -> dict[str, int]:
-        """Key -> bytes of all objects without which its files can't be had."""
-        return {key: size for file in self.files for key, size in file.objects.items()}
+        """Key -> bytes of all objects without which its files, or those of versions after it, can't be had."""
+        base = {self.adapter_base.key: self.adapter_base.bytes} if self.adapter_base else {}
+        return base | {key: size for file in self.files for key, size in file.objects.items()}
 
 
 def weights_key(run: str, version: int) -> str:
@@ -160,8 +181,13 @@ def upload_once(
     store: ObjectStore, key: str, path: Path, *, progress: Callable[[int], None], max_bytes_per_s: int = 0
 ) -> None:
     """Upload a file under the name of its content. An object that is there in its size is not sent again."""
-    if (key, path.stat().st_size) not in set(store.keys(key)):
+    if not holds(store, key, path.stat().st_size):
         store.put_file(key, path, progress=progress, max_bytes_per_s=max_bytes_per_s)
+
+
+def holds(store: ObjectStore, key: str, size: int) -> bool:
+    """Whether the store has an object of that name and size."""
+    return (key, size) in set(store.keys(key))
 
 
 def write_manifest(store: ObjectStore, key: str, manifest: Manifest) -> None:
@@ -169,7 +195,7 @@ def write_manifest(store: ObjectStore, key: str, manifest: Manifest) -> None:
     Raises StorageError (retryable) otherwise."""
     for file in manifest.files:
         for name, size in file.objects.items():
-            if (name, size) not in set(store.keys(name)):
+            if not holds(store, name, size):
                 raise StorageError(f"{key}: {file.name} is not in the store as {name} with {size} bytes")
     data = manifest.model_dump_json().encode()
     store.put(key, data)

@@ -11,6 +11,7 @@ An open episode and an evaluation refer to versions through the engines that pla
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from storage.database import session
 from storage.objects import MissingObject, ObjectStore
 from storage.tables import Batch, EngineLoad, PolicyVersion, Publication
 from workflows.config import RunConfig
+from workflows.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 IN_USE_REACH = 8
 """Versions back that an engine may be loading: one that lags further is out of routing and will load the newest."""
@@ -74,10 +78,16 @@ def remove_old(store: ObjectStore, database: Engine, *, run: str, config: RunCon
     kept = _kept(database, run, config)
     if kept is None:
         return Removed()
-    stays = with_bases(store, kept.manifests & manifests)
+    try:
+        stays = with_bases(store, kept.manifests & manifests)
+        needed = {key for name in sorted(manifests & stays) for key in read_manifest(store, name).objects}
+    except StorageError as error:
+        if error.retryable:
+            raise
+        log.warning("nothing of %s is removed while one of its manifests can't be read: %s", run, error)
+        return Removed()
     gone = sorted(manifests - stays)
     store.delete(gone)
-    needed = {key for name in sorted(manifests & stays) for key in read_manifest(store, name).objects}
     orphans = sorted(objects.keys() - needed)
     store.delete(orphans)
     return Removed(

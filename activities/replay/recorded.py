@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sqlmodel import Session
 
-from activities.generation.harness import observation_message, parse_action
+from activities.generation.harness import carried, observation_message, parse_action
 from activities.replay.comparison import Ending
 from storage import queries
 from storage.objects import ObjectStore
@@ -139,4 +139,4 @@ def _segment(store: ObjectStore, key: str) -> Segment:
 
 def _turn(row: Turn, segment: Segment, read: Callable[[str], Action]) -> RecordedTurn:
     ending = Ending(exit_code=row.exit_code, timed_out=row.timed_out, digest=row.output_digest)
-    return RecordedTurn(turn=row.turn, action=read(segment.text), ending=ending, act_s=row.act_s)
+    return RecordedTurn(turn=row.turn, action=carried(read(segment.text)), ending=ending, act_s=row.act_s)

@@ -29,6 +29,7 @@ from activities.training.update import make_update, require_finite, warning_of
 from activities.training.work import Work
 from storage.groups import left_out
 from storage.objects import ObjectStore
+from storage.scores import Scores, scores_key, write_scores
 from storage.tables import VOID, Batch
 from workflows.config import RunConfig, model_folder
 from workflows.contracts import (
@@ -149,6 +150,9 @@ class TrainingActivities:
         )
         require_finite(result.metrics, message.step)
         lap("update")
+        if result.scores:
+            scores = Scores(policy_version=message.policy_version, logprobs=result.scores)
+            write_scores(self._store, scores_key(message.run, message.step, fence), scores)
         metrics = result.metrics | {"groups/short_share": ledger.short_share(self._database, message.batch_id)}
         if result.void:
             ledger.commit_void(

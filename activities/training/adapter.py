@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from activities.publication import adapters
+from activities.publication.adapters import CONFIG_FILE, PREFIX, TENSORS_FILE
 from workflows.config import TrainingConfig
 from workflows.errors import InvalidConfig
 
-PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model that it has wrapped."""
 NAME = "default"
-FOLDER = "adapter"
-"""Where a published version keeps its adapter, in PEFT's files."""
 
 
 def with_adapter(model: Any, training: TrainingConfig, folder: Path) -> Any:
@@ -64,8 +62,8 @@ def _is_tied(model: Any, name: str) -> bool:
 
 
 def merged(state: dict[str, torch.Tensor], name: str, scale: float) -> torch.Tensor:
-    """The tensor `name` of the plain model from the state of the wrapped one: its base weight, with scale B A added in
-    float32. Raises KeyError where there is none."""
+    """The tensor `name` of the plain model from the state of the wrapped one: its base weight, with scale B A added.
+    Raises KeyError where there is none."""
     whole = PREFIX + name
     if whole in state:
         return state[whole]
@@ -73,8 +71,10 @@ def merged(state: dict[str, torch.Tensor], name: str, scale: float) -> torch.Ten
     base = state[f"{stem}.base_layer.{leaf}"]
     if leaf != "weight":
         return base
-    a_RI, b_OR = state[f"{stem}.lora_A.{NAME}.weight"].float(), state[f"{stem}.lora_B.{NAME}.weight"].float()
-    return (base.float() + scale * (b_OR @ a_RI)).to(base.dtype)
+    made: torch.Tensor = adapters.merged(
+        base, state[f"{stem}.lora_A.{NAME}.weight"], state[f"{stem}.lora_B.{NAME}.weight"], scale
+    )
+    return made
 
 
 def adapter_tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -87,10 +87,10 @@ def adapter_tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
-    """Write PEFT's two files into `folder`. The same adapter gives the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    """Write PEFT's two files below a version's folder. The same adapter gives the same bytes."""
+    (folder / TENSORS_FILE).parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def config_of(model: Any) -> dict[str, Any]:

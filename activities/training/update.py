@@ -42,11 +42,14 @@ class UpdateResult:
     """Metrics of the update and the advantage of every trajectory by attempt id (0.0 for a group without a signal).
 
     `void`: why the batch teaches nothing, in which case the trainer is as it was; empty when it was trained.
+    `scores`: log-probabilities of the sampled tokens under the weights that the update began with, by attempt id and
+    branch, of groups with a signal.
     """
 
     metrics: dict[str, float]
     advantages: dict[str, float] = field(default_factory=dict)
     void: str = ""
+    scores: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 def make_update(
@@ -66,6 +69,7 @@ def make_update(
     if not trained:
         return UpdateResult(metrics, advantages, void="no group has two different rewards")
     proximal, entropy = everywhere(score, trainer, trained, training.micro_batch_tokens, work)
+    scores = _by_attempt(trained, proximal)
     weights = [correction_of(item, proximal_N, training) for item, proximal_N in zip(trained, proximal, strict=True)]
     metrics |= distance(trained, proximal, weights, training)
     # Archived successes are old by design: they say nothing of what admission lets in.
@@ -87,7 +91,7 @@ def make_update(
     metrics["off_policy/downweighted_groups"] = float(sum(0 < value < 1 for value in counts.values()))
     if not kept:
         why = f"all {len(counts)} groups with a signal are beyond training.max_divergence {training.max_divergence}"
-        return UpdateResult(metrics, advantages, void=why)
+        return UpdateResult(metrics, advantages, void=why, scores=scores)
     scored = [
         Scored(trained[index], proximal[index], weights[index] * counts[trained[index].group_id]) for index in kept
     ]
@@ -104,7 +108,7 @@ def make_update(
         "seconds/score": scoring_s,
         "seconds/train": seconds - scoring_s,
     }
-    return UpdateResult(metrics=metrics, advantages=advantages)
+    return UpdateResult(metrics=metrics, advantages=advantages, scores=scores)
 
 
 def require_finite(metrics: Mapping[str, float], step: int) -> None:
@@ -128,6 +132,13 @@ def warning_of(metrics: Mapping[str, float], training: TrainingConfig) -> str:
 
 def _groups(batch: list[Trajectory]) -> set[str]:
     return {item.group_id for item in batch}
+
+
+def _by_attempt(batch: list[Trajectory], proximal: list[torch.Tensor]) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    for item, proximal_N in zip(batch, proximal, strict=True):
+        found[item.attempt_id].append(proximal_N.tolist())
+    return dict(found)
 
 
 def _episodes(batch: list[Trajectory]) -> list[Trajectory]:

@@ -9,7 +9,7 @@ from sqlmodel import Session
 
 from storage.policy_age import PolicyAge
 from storage.report import words
-from storage.report.model import PolicyAgePart, TryPart, WeightTroublePart
+from storage.report.weight_parts import PolicyAgePart, TryPart, WeightTroublePart
 from storage.tables import WeightTry
 from storage.weight_tries import GOOD, RESTARTED, Trouble, troubles, wrong
 

@@ -176,6 +176,12 @@ async def test_a_change_below_the_tolerance_must_show_too(world: World) -> None:
     assert out.why == "the canary is what it was under the version before"
 
 
+async def test_an_adapter_that_moved_by_less_than_the_weights_show_needs_no_change(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0, adapter=b"one"))
+    out = await world.apply(1, world.publisher.publish(1, content=0, adapter=b"another"))
+    assert (out.proven, out.why, world.engine.label) == (True, "", "r:1")
+
+
 async def test_weights_that_did_not_change_need_not_show_a_change(world: World) -> None:
     await world.apply(0, world.publisher.publish(0))
     assert (await world.apply(1, world.publisher.publish(1, content=0))).proven

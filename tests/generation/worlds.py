@@ -43,10 +43,15 @@ class Publisher:
     def __init__(self, store: ObjectStore, folder: Path, *, run: str = "r") -> None:
         self.store, self.folder, self.run = store, folder, run
 
-    def publish(self, version: int, *, content: int | None = None, rows: int = 4, off_by: float = 0.0) -> str:
+    def publish(
+        self, version: int, *, content: int | None = None, rows: int = 4, off_by: float = 0.0, adapter: bytes = b""
+    ) -> str:
         """Key of the manifest of weights `content`, by default the version; the canary is wrong by `off_by`."""
         content = version if content is None else content
         folder = write_model(self.folder / f"{self.run}-{version}", version=content, rows=rows)
+        if adapter:
+            (folder / "adapter").mkdir()
+            (folder / "adapter" / "adapter_model.safetensors").write_bytes(adapter)
         engine = FakeEngine()
         engine.weights = content
         logprobs = [0.0, *(engine.score(token) + off_by for token in CANARY_IDS[1:])]

@@ -13,7 +13,6 @@ from activities.publication import retention
 from activities.publication.manifest import Manifest, objects_prefix, read_manifest, weights_key
 from activities.publication.retention import versions_to_keep
 from tests.publication.stub import STATE_BYTES, Host, Policy, Published
-from workflows.errors import StorageError
 
 Runs = Callable[..., Published]
 LOAD_TAKES = 3
@@ -205,6 +204,5 @@ async def test_an_unreadable_manifest_that_stays_keeps_all_objects(published: Ru
     run.store.put(weights_key(run.run, 0), b"{}")
     before = run.objects().keys()
     policy.step()
-    with pytest.raises(StorageError, match="not a manifest"):
-        await run.publish(1, policy.tensors())
-    assert run.objects().keys() >= before
+    await run.publish(1, policy.tensors())
+    assert run.objects().keys() > before, "and the run goes on"

@@ -7,9 +7,9 @@ from sqlalchemy import Engine
 
 from storage import queries
 from storage.database import session
-from storage.policy_age import policy_age
+from storage.policy_age import policy_age, spanning
 from storage.report import build_report, render_html
-from storage.tables import Batch, BatchMember, Publication
+from storage.tables import Batch, BatchMember, EngineLoad, Publication
 from tests.storage import rows
 from workflows.contracts import EpisodeKind, EpisodeRecord, TurnRecord
 
@@ -73,3 +73,20 @@ def test_the_report_tells_the_age_over_all_requests_and_of_each_step(database: E
     assert ("versions behind at a request, mean", "0.333") in [(item.name, item.shown) for item in answer.figures]
     assert ["1", "1", "33%"] in [row for detail in answer.details for row in detail.rows]
     assert "Age of an engine&#39;s weights when it was asked" in render_html(report)
+
+
+def test_requests_in_flight_while_an_engine_took_up_a_version_are_told_with_their_tokens(database: Engine) -> None:
+    with session(database) as opened:
+        rows.put_run(opened)
+        opened.add_all(published(10.0, 20.0))
+        opened.add(EngineLoad(run="r", version=1, engine="e0", proven=True, loaded_at=21.0))
+        record = asked((11.0, 0), (12.0, 0), (25.0, 1))
+        turns = [turn.model_copy(update={"sampled_tokens": 30}) for turn in record.turns]
+        turns[1] = turns[1].model_copy(update={"max_version": 0})
+        queries.put_episode(opened, record=record.model_copy(update={"turns": turns}))
+        queries.put_episode(opened, record=asked((11.0, 0), attempt="r/v0/e1/a0", kind=EpisodeKind.EVALUATION))
+        assert spanning(opened, run="r") == [(1, 1, 30), (2, 1, 30)] and spanning(opened, run="another") == []
+        report = build_report(opened, "r")
+    answer = next(item for item in report.readiness if item.topic == "weight publication")
+    assert ("tokens of requests that spanned a load", "60") in [(item.name, item.shown) for item in answer.figures]
+    assert ["2", "1", "30"] in [row for detail in answer.details for row in detail.rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from sqlmodel import col, select
 from activities.training import activities as training_activities
 from activities.training import ledger
 from activities.training.engine import Trainer
+from activities.training.logprobs import k3
 from storage import archive
 from storage.database import session
-from storage.tables import Batch, BatchMember, Episode, Group, PolicyVersion
+from storage.scores import by_turn, read_scores, scores_key
+from storage.tables import Batch, BatchMember, Episode, Group, PolicyVersion, Turn
 from tests.training.worlds import World, Worlds, assert_equal, weights_of
 from workflows.config import TrainingConfig
+from workflows.contracts import Segment
 from workflows.errors import FencedError, TrainerError
 
 
@@ -41,6 +45,26 @@ async def test_an_update_changes_the_weights_and_commits_its_rows(world: Worlds)
     assert all(member.advantage is not None for member in members)
     assert sum(member.advantage or 0 for member in members) == pytest.approx(0, abs=1e-9)
     assert not any((run.folder / "spool/trainer").iterdir())
+
+
+async def test_an_update_keeps_the_log_probabilities_that_it_scored_the_batch_with(world: Worlds) -> None:
+    run = world(micro_batch_tokens=64)
+    await run.start()
+    run.reserve(1)
+    output = await run.update(1)
+    with session(run.database) as opened:
+        batch = opened.get_one(Batch, f"{run.run}/b1")
+        keys = opened.exec(select(Turn.episode, Turn.segment).order_by(col(Turn.turn))).all()
+    kept = read_scores(run.store, scores_key(run.run, 1, batch.fence))
+    assert kept.policy_version == batch.policy_version and kept.logprobs
+    k3s: list[float] = []
+    for attempt, branches in kept.logprobs.items():
+        mine = [Segment.model_validate_json(run.store.get(str(key))) for episode, key in keys if episode == attempt]
+        scored = by_turn(dict(enumerate(mine)), branches)
+        for turn, segment in enumerate(mine):
+            engine = torch.tensor(segment.logprobs)[torch.tensor(segment.loss_mask) > 0]
+            k3s += k3(torch.tensor(scored[turn]), engine).tolist()
+    assert fmean(k3s) == pytest.approx(output.metrics["off_policy/divergence"], rel=1e-4)
 
 
 async def test_a_trained_batch_answers_with_what_was_recorded_and_trains_nothing(world: Worlds) -> None:

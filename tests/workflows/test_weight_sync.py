@@ -13,7 +13,7 @@ from tests.workflows.fakes import World
 from tests.workflows.quick_groups import QuickWorld
 from tests.workflows.runs import message_of, run_json, start
 from workflows import weight_sync
-from workflows.contracts import ApplyInput, FailureType, InFlight, KvPlan, RunState
+from workflows.contracts import ApplyInput, FailureType, InFlight, KvPlan, PublishInput, RunState
 
 
 @pytest.fixture
@@ -78,6 +78,26 @@ async def test_an_engine_that_does_not_come_in_its_turn_is_the_last_of_the_next_
         asked[message.version].append(message.engine.name)
     assert asked[0][0] == "h-e0"
     assert asked[1][0] == asked[2][0] == "h-e1", "who was late waits for the others, not they for it"
+
+
+async def test_engines_that_load_in_turns_have_the_time_that_as_many_bytes_took_to_publish(
+    temporal: Client, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "FIRST_TURN", timedelta(milliseconds=50))
+    world.engines = ["h-e0", "h-e1"]
+
+    async def publishing(message: PublishInput) -> None:
+        await asyncio.sleep(0.5)
+
+    async def applying(message: ApplyInput) -> None:
+        await asyncio.sleep(0.4)
+
+    world.publishing, world.applying = publishing, applying
+    config = run_json(training={"steps": 1}, publication={"rolling": True})
+    assert (await (await start(temporal, config)).result()).policy_version == 1
+    assert [(message.version, message.engine.name) for message in world.calls["apply"]] == [
+        (version, name) for version in (0, 1) for name in world.engines
+    ]
 
 
 async def test_the_plan_of_the_run_goes_with_every_load(temporal: Client, world: World) -> None:

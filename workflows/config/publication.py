@@ -28,7 +28,8 @@ class PublicationConfig(Section):
         ge=1,
         le=100,
         description="Every so many versions the weights go to the object store whole, between them as what changed"
-        " since the version before; 1: always whole. Pays in bfloat16 at learning rates up to 1e-5.",
+        " since the version before; 1: always whole. Pays in bfloat16 at learning rates up to 1e-5. Above 1 with"
+        " training.lora_rank: after the first version only the adapter goes there.",
     )
     max_mbytes_per_s: float = Field(
         0.0, ge=0, description="What one transfer of weights may take of the network, in MB/s; 0: all there is."

@@ -9,9 +9,10 @@ from sqlmodel import Session
 from storage import health
 from storage.report import words
 from storage.report.limits import Limits
-from storage.report.model import PublicationPart, Report
+from storage.report.model import Report
 from storage.report.parts import QuestionPart
 from storage.report.readiness.answer import SHOWN_ROWS, Answer
+from storage.report.weight_parts import PublicationPart
 
 
 def publication(opened: Session, report: Report, limits: Limits) -> QuestionPart:
@@ -51,6 +52,16 @@ def publication(opened: Session, report: Report, limits: Limits) -> QuestionPart
         [(str(item.version), item.engine or "publication", item.what, item.ending) for item in troubles[-SHOWN_ROWS:]],
     )
     total = sum(age.requests.values())
+    in_flight = float(sum(item.tokens for item in report.spanning)) if loads else None
+    answer.shown("tokens of requests that spanned a load", in_flight, words.count)
+    answer.detail(
+        "Requests in flight while an engine took up a version",
+        ("version", "requests", "tokens"),
+        [
+            (str(item.version), words.thousands(item.requests), words.thousands(item.tokens))
+            for item in report.spanning[-SHOWN_ROWS:]
+        ],
+    )
     answer.detail(
         "Age of an engine's weights when it was asked",
         ("versions behind", "requests", "share"),
