@@ -28,11 +28,19 @@ def open_taskset(name_or_path: str) -> Taskset:
     what exists."""
     if name_or_path in _BY_NAME:
         return _BY_NAME[name_or_path]()
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    if (folder := _folder(name_or_path)) is not None:
         return FolderTaskset(folder)
     names = ", ".join(sorted(_BY_NAME))
     raise InvalidConfig(f"no taskset {name_or_path!r}: give one of {names}, or a folder of tasks")
+
+
+def _folder(path: str) -> Path | None:
+    """None for what is none, as a name that no file can have."""
+    try:
+        folder = Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def pick(taskset: Taskset, split: Split, seed: int, cursor: int, count: int) -> list[TaskRef]:

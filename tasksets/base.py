@@ -9,7 +9,7 @@ its image is made and how it is graded. Called by the sandbox activities (setup,
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +22,10 @@ class _Record(BaseModel):
 
 ORACLE_S = 900.0
 """For the oracle of a task that grants its agent no bound."""
+LONGEST_S = 7 * 86400.0
+"""What a phase may take."""
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
+Pause = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class ImageSource(_Record):
@@ -34,7 +38,7 @@ class ImageSource(_Record):
     args: dict[str, str] = {}
     reference: str = ""
     """Example: `ghcr.io/org/name:tag`."""
-    timeout_s: float = 600.0
+    timeout_s: Seconds = 600.0
 
 
 class Artifact(_Record):
@@ -60,8 +64,10 @@ class Grading(_Record):
     tests: list[str]
     """Files and folders of this host, absolute: the files and what is in the folders is there in /tests, read-only."""
     command: str
-    timeout_s: float
+    timeout_s: Seconds
     reads: Reads
+    rewards: list[float] = []
+    """Those that its script can write; empty: any."""
     logs: str
     """Where the verifier writes."""
     user: str = ""
@@ -77,10 +83,10 @@ class Grading(_Record):
 
 class Healthcheck(_Record):
     command: str
-    interval_s: float = 5.0
-    timeout_s: float = 30.0
-    start_s: float = 0.0
-    retries: int = 3
+    interval_s: Pause = 5.0
+    timeout_s: Seconds = 30.0
+    start_s: Pause = 0.0
+    retries: int = Field(3, ge=0)
 
 
 class Machine(_Record):
@@ -102,10 +108,10 @@ class Machine(_Record):
     """Made, and writable for everybody, before the agent."""
     oracle_folder: str = ""
     """Where the oracle's commands put its files."""
-    cpus: float = Field(1.0, gt=0)
+    cpus: float = Field(1.0, gt=0, allow_inf_nan=False)
     memory_mb: int = Field(2048, ge=6)
     storage_mb: int = Field(10240, ge=1)
-    agent_timeout_s: float | None = None
+    agent_timeout_s: Seconds | None = None
     """What the format grants the agent; None: no bound."""
 
     @property
@@ -150,7 +156,7 @@ class Service(_Record):
     env: dict[str, str] = {}
     """For all of these."""
     memory_mb: int = Field(256, ge=6)
-    cpus: float = Field(1.0, gt=0)
+    cpus: float = Field(1.0, gt=0, allow_inf_nan=False)
     processes: int = Field(128, ge=8)
     image: ServiceImage | None = None
     """None: a native one, on the base image of its task."""

@@ -37,6 +37,8 @@ CAPABILITIES = {
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"([\d.]+)\s*([bkmgt]?)i?b?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_WAIT = re.compile(r"(inf(inity)?|[\d.]+[smhd]?);?")
+_TYPED = ("sh", "bash", "ash", "dash", "zsh", "cat")
 
 
 @dataclass
@@ -66,7 +68,7 @@ def read_compose(
     the file may leave the machine itself out. Raises Unsupported for a file that can't be read."""
     try:
         found = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise Unsupported([f"{path.name}: {_one_line(error)}"]) from error
     services = found.get("services") if isinstance(found, dict) else None
     if not isinstance(services, dict) or not all(isinstance(given, dict) for given in services.values()):
@@ -195,8 +197,17 @@ class _Reader:
 
 def keeps_alive(command: list[str]) -> bool:
     """Whether a command only waits. Example: keeps_alive(["sh", "-c", "sleep infinity"])."""
-    words = shlex.split(command[2]) if len(command) == 3 and command[1] == "-c" else command
-    return not words or words[0] in ("sleep", "bash", "sh", "/bin/bash", "/bin/sh") or words[:2] == ["tail", "-f"]
+    of_shell = len(command) == 3 and re.fullmatch("-[a-z]*c", command[1])
+    words = shlex.split(command[2]) if of_shell else command
+    if not words:
+        return True
+    program, rest = words[0].rpartition("/")[2], words[1:]
+    if program == "sleep":
+        return all(_WAIT.fullmatch(word) for word in rest)
+    if program == "tail":
+        return len(rest) == 2 and rest[0] in ("-f", "-F")
+    # A shell that is given no script waits for somebody who types.
+    return program in _TYPED and all(word.startswith("-") for word in rest)
 
 
 def megabytes(size: object) -> int:
@@ -225,10 +236,11 @@ def _healthcheck(given: Any) -> Healthcheck | None:
     command = words[-1] if words[0] == "CMD-SHELL" else shlex.join(words[1:])
     return Healthcheck(
         command=command,
-        interval_s=seconds(given.get("interval", 30)),
-        timeout_s=seconds(given.get("timeout", 30)),
-        start_s=seconds(given.get("start_period", 0)),
-        retries=int(given.get("retries", 3)),
+        interval_s=seconds(given.get("interval") or 30),
+        # Nothing and zero are Docker's own.
+        timeout_s=seconds(given.get("timeout") or 30),
+        start_s=seconds(given.get("start_period") or 0),
+        retries=int(given.get("retries") or 3),
     )
 
 

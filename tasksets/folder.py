@@ -18,6 +18,7 @@ through `tasksets.open_taskset(path)`. Example, `train/hello.toml`::
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from pydantic import ValidationError
 
 from tasksets import harbor, terminal_bench
 from tasksets.base import Task
-from tasksets.reading import TUNING, Tuning, Unsupported, read_tuning
+from tasksets.reading import TUNING, Tuning, Unsupported, faults, read_tuning
 from workflows.contracts import Split
 from workflows.errors import InvalidConfig
 
@@ -36,6 +37,8 @@ READERS: dict[str, Callable[[Path, Tuning], Task]] = {
     terminal_bench.FILE: terminal_bench.read_terminal_bench,
 }
 """By the file that tells the format."""
+UNREADABLE = (Unsupported, OSError, ValueError, RuntimeError)
+"""What reading a public task may raise, whatever its files hold: one bad task costs the others nothing."""
 SHOWN = 3
 LEAST_MB = 160
 """Of a native service."""
@@ -101,8 +104,8 @@ class FolderTaskset:
         for path in folders:
             try:
                 tasks[path.resolve().name] = _reader(path)(path.resolve(), tuning)  # type: ignore[misc]
-            except Unsupported as unsupported:
-                self.unsupported[path.resolve().name] = unsupported.reasons
+            except UNREADABLE as error:
+                self.unsupported[path.resolve().name] = faults(error)
         return tasks
 
     def _why_nothing(self, folder: Path) -> str:
@@ -122,13 +125,23 @@ def _read_native(folder: Path, *, sure: bool) -> dict[str, Task]:
     files = sorted(path for path in folder.glob("*") if path.suffix in (".json", ".toml") and path.name != TUNING)
     tasks: dict[str, Task] = {}
     for path in files:
-        fields = _fields(path)
-        if not sure and not (isinstance(fields, dict) and "check" in fields):
+        if path.is_dir() or (not sure and not _looks_like_one(path)):
             continue
+        fields = _fields(path)
         if path.stem in tasks:
             raise InvalidConfig(f"{path}: the task {path.stem} exists twice")
         tasks[path.stem] = _read_task(path, fields)
     return tasks
+
+
+def _looks_like_one(path: Path) -> bool:
+    """Whether a file beside public tasks is to be a task: what other tools keep there may be no JSON at all."""
+    try:
+        fields = _fields(path)
+    except InvalidConfig:
+        words = path.read_text(errors="replace") if path.is_file() else ""
+        return bool(re.search(r"""^\s*(check\s*=|"check"\s*:)""", words, re.MULTILINE))
+    return isinstance(fields, dict) and "check" in fields
 
 
 def _fields(path: Path) -> Any:
@@ -136,7 +149,7 @@ def _fields(path: Path) -> Any:
     try:
         text = path.read_text()
         return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidConfig(f"{path}: {error}") from error
 
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasksets.base import Artifact, Grading, Healthcheck, ImageSource, Machine, Reads, Task
+from tasksets.base import Artifact, Grading, Healthcheck, ImageSource, Machine, Pause, Reads, Seconds, Task
 from tasksets.compose import Composed, compose_file, megabytes, read_compose
 from tasksets.oracle import folder_files, oracle_commands
 from tasksets.pytests import expected_tests
-from tasksets.reading import TESTS, Tuning, Unsupported, interpolate_all, leaving, read_text
+from tasksets.reading import TESTS, Tuning, Unsupported, faults, interpolate_all, leaving, read_text
+from tasksets.rewards import written_rewards
 
 FILE = "task.toml"
 LOGS = "/logs/verifier"
@@ -45,20 +46,20 @@ class _Part(BaseModel):
 
 class _Healthcheck(_Part):
     command: str
-    interval_sec: float = 5.0
-    timeout_sec: float = 30.0
-    start_period_sec: float = 0.0
-    retries: int = 3
+    interval_sec: Pause = 5.0
+    timeout_sec: Seconds = 30.0
+    start_period_sec: Pause = 0.0
+    retries: int = Field(3, ge=0)
 
 
 class _Environment(_Part):
-    build_timeout_sec: float = 600.0
+    build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: str = "linux"
-    cpus: float | None = None
-    memory_mb: int | None = None
+    cpus: float | None = Field(None, ge=0, allow_inf_nan=False)
+    memory_mb: int | None = Field(None, ge=0)
     memory: str | None = None
-    storage_mb: int | None = None
+    storage_mb: int | None = Field(None, ge=0)
     storage: str | None = None
     gpus: int | None = None
     tpu: Any = None
@@ -72,13 +73,13 @@ class _Environment(_Part):
 
 
 class _Agent(_Part):
-    timeout_sec: float | None = None
+    timeout_sec: Seconds | None = None
     user: str | int | None = None
     network_mode: str | None = None
 
 
 class _Verifier(_Part):
-    timeout_sec: float = 600.0
+    timeout_sec: Seconds = 600.0
     env: dict[str, Any] = {}
     user: str | int | None = None
     environment_mode: Literal["shared", "separate"] | None = None
@@ -113,7 +114,7 @@ def read_harbor(folder: Path, tuning: Tuning) -> Task:
     try:
         config = _Config.model_validate(tomllib.loads(read_text(folder / FILE)))
     except (ValidationError, tomllib.TOMLDecodeError) as error:
-        raise Unsupported([f"{FILE}: {error}"]) from error
+        raise Unsupported([f"{FILE}: {why}" for why in faults(error)]) from error
     return _Reader(folder, config, tuning).task()
 
 
@@ -130,8 +131,8 @@ class _Reader:
         read = ("instruction.md", "environment", "solution", "tests")
         self._reasons += leaving(self._folder, *(self._folder / name for name in read))
         composed = self._composed(self._folder / "environment")
-        machine = self._machine(composed)
         script = read_text(tests / "test.sh") if (tests / "test.sh").is_file() else ""
+        machine = self._machine(composed, script)
         if not script:
             self._reasons.append("there is no tests/test.sh")
         instruction = read_text(self._folder / "instruction.md")
@@ -172,14 +173,14 @@ class _Reader:
         }
         self._reasons += [reason for reason, wanted in unless.items() if wanted]
 
-    def _machine(self, composed: Composed) -> Machine:
+    def _machine(self, composed: Composed, script: str) -> Machine:
         config, environment = self._config, self._config.environment
         image = self._image(self._folder / "environment", environment, composed)
         env = interpolate_all(environment.env, "environment.env", self._reasons)
         return Machine(
             format="harbor",
             image=image,
-            grading=self._grading(),
+            grading=self._grading(script),
             user=str(config.agent.user) if config.agent.user is not None else composed.user,
             workdir=environment.workdir or composed.workdir,
             env=composed.env | env,
@@ -209,7 +210,7 @@ class _Reader:
             self._reasons.append(f"there is neither {folder.name}/Dockerfile nor docker_image")
         return ImageSource(reference=reference, timeout_s=timeout_s)
 
-    def _grading(self) -> Grading:
+    def _grading(self, script: str) -> Grading:
         config, verifier = self._config, self._config.verifier
         separate = (verifier.environment_mode or ("separate" if verifier.environment else "shared")) == "separate"
         tuned = self._tuning.of(self._folder.name)
@@ -223,6 +224,7 @@ class _Reader:
             command=f"{TESTS}/test.sh",
             timeout_s=self._tuning.verifier_s(verifier.timeout_sec),
             reads=Reads.REWARD_FILE,
+            rewards=written_rewards(self._folder / "tests", script),
             logs=LOGS,
             user=user,
             env=interpolate_all(verifier.env, "verifier.env", self._reasons),

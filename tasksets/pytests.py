@@ -17,6 +17,8 @@ from typing import TypeGuard
 PATTERNS = ("test_*.py", "*_test.py")
 _CONFIGURED = re.compile(r"python_(files|classes|functions)\b")
 _CHOOSES = re.compile(r"pytest[^\n]*\s(-k|-m|--deselect|--ignore(-glob)?|--last-failed|--lf)[\s=]")
+_TESTS = r"""(?:/tests|\$\{?TEST_DIR\}?|\.)["']?/"""
+"""The folder of the tests as a script may write it, up to what lies in it."""
 
 
 def expected_tests(tests: Path, script: str) -> list[str]:
@@ -24,9 +26,21 @@ def expected_tests(tests: Path, script: str) -> list[str]:
     where it names none. Empty where pytest is not run, or not on all of them."""
     if "pytest" not in script or _chooses(script) or _configured(tests):
         return []
-    files = sorted(path for path in tests.rglob("*.py") if any(fnmatch(path.name, pattern) for pattern in PATTERNS))
+    found = [path for path in sorted(tests.rglob("*.py")) if path.is_file()]
+    files = [path for path in found if any(fnmatch(path.name, pattern) for pattern in PATTERNS)]
     named = [path for path in files if re.search(rf"(?<![\w.]){re.escape(path.name)}(?!\w)", script)]
+    named = named or [path for path in files if _in_a_named_folder(path.relative_to(tests), script)]
     return [f"{path.relative_to(tests).as_posix()}::{test}" for path in named or files for test in _tests(path)]
+
+
+def _in_a_named_folder(path: Path, script: str) -> bool:
+    """Whether pytest is sent into one of the folders that the file lies in: `pytest /tests/unit`, or from there."""
+    text = script.replace("\\\n", " ")
+    folders = [re.escape(folder.as_posix()) for folder in path.parents if folder.name]
+    return any(
+        re.search(rf"(\bpytest\b[^\n]*[\s\"']({_TESTS})?|\bcd\s+[\"']?{_TESTS}){folder}(?![\w.-])", text)
+        for folder in folders
+    )
 
 
 def _chooses(script: str) -> bool:
@@ -43,7 +57,7 @@ def _configured(tests: Path) -> bool:
 def _tests(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_text(errors="replace"))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError):
         return
     for node in tree.body:
         if _is_test(node):

@@ -19,6 +19,7 @@ TUNING = "ratchet.toml"
 """Name of the file beside the tasks that says what their own files can't."""
 TESTS = "/tests"
 """Where the tests are in a machine that grades."""
+MOST_MULTIPLIED = 1000.0
 
 
 class Unsupported(Exception):
@@ -47,11 +48,11 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    timeout_multiplier: float = Field(1.0, gt=0)
+    timeout_multiplier: float = Field(1.0, gt=0, le=MOST_MULTIPLIED)
     """Of every phase that has none of its own."""
-    agent_timeout_multiplier: float | None = Field(None, gt=0)
-    verifier_timeout_multiplier: float | None = Field(None, gt=0)
-    build_timeout_multiplier: float | None = Field(None, gt=0)
+    agent_timeout_multiplier: float | None = Field(None, gt=0, le=MOST_MULTIPLIED)
+    verifier_timeout_multiplier: float | None = Field(None, gt=0, le=MOST_MULTIPLIED)
+    build_timeout_multiplier: float | None = Field(None, gt=0, le=MOST_MULTIPLIED)
     tasks: dict[str, TaskTuning] = {}
 
     def agent_s(self, seconds: float | None) -> float | None:
@@ -65,6 +66,15 @@ class Tuning(BaseModel):
 
     def of(self, task_id: str) -> TaskTuning:
         return self.tasks.get(task_id, TaskTuning())
+
+
+def faults(error: Exception) -> list[str]:
+    """Why a task can't be used, from whatever reading it raised."""
+    if isinstance(error, Unsupported):
+        return error.reasons
+    if isinstance(error, ValidationError):
+        return [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+    return [f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"]
 
 
 def read_tuning(folder: Path) -> Tuning:

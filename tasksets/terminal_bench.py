@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from tasksets.base import Artifact, Grading, ImageSource, Machine, Reads, Task
+from tasksets.base import Artifact, Grading, ImageSource, Machine, Reads, Seconds, Task
 from tasksets.compose import Composed, compose_file, read_compose
 from tasksets.oracle import oracle_commands
 from tasksets.pytests import expected_tests
-from tasksets.reading import TESTS, Tuning, Unsupported, leaving, read_text
+from tasksets.reading import TESTS, Tuning, Unsupported, faults, leaving, read_text
 
 FILE = "task.yaml"
 LOGS = "/logs"
@@ -46,8 +46,8 @@ class _Config(BaseModel):
     instruction: str
     category: str = "software_engineering"
     parser_name: str = "pytest"
-    max_agent_timeout_sec: float = 360.0
-    max_test_timeout_sec: float = 60.0
+    max_agent_timeout_sec: Seconds = 360.0
+    max_test_timeout_sec: Seconds = 60.0
     run_tests_in_same_shell: bool = False
 
 
@@ -56,8 +56,8 @@ def read_terminal_bench(folder: Path, tuning: Tuning) -> Task:
     try:
         found = yaml.safe_load(read_text(folder / FILE))
         config = _Config.model_validate(found)
-    except (yaml.YAMLError, ValidationError) as error:
-        raise Unsupported([f"{FILE}: {error}"]) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Unsupported([f"{FILE}: {why}" for why in faults(error)]) from error
     reasons: list[str] = []
     if config.parser_name != "pytest":
         reasons.append(f"parser {config.parser_name!r}: there is only pytest's")
@@ -138,5 +138,5 @@ def _typed(path: Path) -> list[str]:
         steps: list[dict[str, Any]] = yaml.safe_load(read_text(path)) or []
         whole = all(step.get("append_enter", True) for step in steps)
         return ["\n".join(str(step["command"]) for step in steps)] if steps and whole else []
-    except (yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise Unsupported([f"{path.name}: {' '.join(str(error).split())[:200]}"]) from error

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from storage.printable import one_line
+
 if TYPE_CHECKING:
     from activities.sandbox.docker import DockerBackend
     from activities.sandbox.trial import Checked, Show
@@ -63,7 +65,7 @@ def check(
         taskset = open_taskset(path)
         checked = asyncio.run(_check(settings, taskset, limit, jobs, quiet=as_json, local_bases=local_bases))
     except RatchetError as error:
-        typer.echo(f"{path} can't be checked: {error}", err=True)
+        typer.echo(one_line(f"{path} can't be checked: {error}"), err=True)
         raise typer.Exit(IMPOSSIBLE) from None
     except (asyncio.CancelledError, KeyboardInterrupt):
         typer.echo("interrupted; its sandboxes are removed", err=True)
@@ -131,7 +133,7 @@ def _progress(count: int, *, quiet: bool) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     console, doing = Console(stderr=True), dict[str, str]()
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         bar = progress.add_task("", total=count)
@@ -141,7 +143,7 @@ def _progress(count: int, *, quiet: bool) -> Iterator[Show]:
                 doing[task_id] = phase
             elif doing.pop(task_id, None) is not None:
                 progress.advance(bar)
-            progress.update(bar, description=", ".join(f"{name}: {what}" for name, what in doing.items()))
+            progress.update(bar, description=one_line(", ".join(f"{name}: {what}" for name, what in doing.items())))
 
         yield show
 
@@ -169,8 +171,10 @@ def _show(checked: list[Checked]) -> None:
         numbers = (item.nothing, item.oracle, item.again, item.image_s, item.oracle_s, item.verify_s)
         why = "; ".join(finding.why for finding in item.findings)
         shown = ("" if number is None else f"{number:g}" for number in numbers)
-        table.add_row(item.task, item.format, words, *shown, why, style=None if item.fit else "red")
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        cells = map(one_line, (item.task, item.format, words, *shown, why))
+        table.add_row(*cells, style=None if item.fit else "red")
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+    console.print(table)
     for line in _remarks(checked):
         typer.echo(line)
 

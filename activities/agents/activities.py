@@ -8,6 +8,7 @@ program did ends as a stop reason of the table. Called by the Episode workflow, 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 import time
@@ -43,6 +44,10 @@ from workflows.errors import InvalidConfig, RatchetError, SandboxError, StorageE
 LOOK_EVERY_S = 0.2
 CLAIM_S = 10.0
 TAIL_CHARS = 300
+MESSAGE_BYTES = 60 << 10
+"""Of a report: a message holds 64 KiB."""
+MOST_ANSWER_BYTES = 40 << 10
+"""Of an answer, as JSON: it goes on in another message."""
 _ANSWER = re.compile(r"^[ \t]*Answer:(.*)$", re.MULTILINE)
 
 
@@ -116,10 +121,10 @@ class AgentActivities:
             await running.end()
         await self._keep(message, running.output)
         ending = _ending(session, program, code, running.output)
-        return RunAgentOutput(
+        answer = running.answer or _answer(session.last_text)
+        out = RunAgentOutput(
             stop_reason=ending.reason,
             why=ending.why,
-            answer=running.answer or _answer(session.last_text),
             turns=session.turns,
             sampled_tokens=session.sampled_tokens,
             sequence_tokens=session.sequence_tokens,
@@ -127,6 +132,8 @@ class AgentActivities:
             evidence=session.evidence,
             timing=Timing(queue_s=queue_s + session.queue_s, run_s=time.monotonic() - began),
         )
+        room = min(MOST_ANSWER_BYTES, MESSAGE_BYTES - len(out.model_dump_json()))
+        return out.model_copy(update={"answer": _cut(answer, room)})
 
     def _started(
         self, message: RunAgentInput, program: AgentProgram, session: AgentSession, access: Access, instruction: str
@@ -192,6 +199,13 @@ def _ending(session: AgentSession, program: AgentProgram, code: int | None, outp
         return session.spent
     words = f"; its last words: {tail!r}" if code else ""
     return Spent(StopReason.FINISHED, f"the agent program ended with exit {code}{words}")
+
+
+def _cut(answer: str, most_bytes: int) -> str:
+    """The beginning of it that takes no more than that in a message, whatever characters it is made of."""
+    while answer and len(json.dumps(answer, ensure_ascii=False).encode()) > most_bytes:
+        answer = answer[: len(answer) * 3 // 4]
+    return answer
 
 
 def _answer(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from activities.generation.server import SERVED_NAME
-from activities.generation.tool_calls import CallSyntax, MalformedCall, ToolCall, read_calls, split_thoughts
+from activities.generation.tool_calls import CallSyntax, MalformedCall, read_calls, read_json, split_thoughts
 from activities.generation.transcript import Messages
 from workflows.contracts import FinishReason
 
@@ -57,7 +57,7 @@ class ChatRequest(BaseModel):
     def parse(cls, body: bytes) -> ChatRequest:
         """Raises ApiError, 400."""
         try:
-            raw = json.loads(body)
+            raw = read_json(body)
         except ValueError as error:
             raise _bad("the body is not JSON") from error
         if not isinstance(raw, dict):
@@ -66,8 +66,10 @@ class ChatRequest(BaseModel):
             if raw.get(name) not in (None, False, {"type": "text"}):
                 raise _bad(f"{name} is not supported here", code="unsupported_parameter")
         given = {name: value for name, value in raw.items() if value is not None}
-        if isinstance(given.get("stop"), str):
-            given["stop"] = [given["stop"]]
+        if "stop" in given:
+            stops = given["stop"] if isinstance(given["stop"], list) else [given["stop"]]
+            # Some programs send an empty one for none; it would end every answer before it began.
+            given["stop"] = [text for text in stops if text != ""]
         try:
             request = cls.model_validate(given)
         except ValidationError as error:
@@ -123,7 +125,7 @@ def _call(index: int, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         # Programs repair or cut what a model wrote; templates take a text as it is.
         with suppress(ValueError):
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
     return {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
 
 
@@ -189,23 +191,24 @@ def said_by(
     for end in stop:
         text = text.partition(end)[0]
     thoughts, words = split_thoughts(text)
-    calls: list[ToolCall] = []
+    calls: list[dict[str, Any]] = []
     if syntax is not None:
-        try:
-            words, calls = read_calls(words, syntax)
-        except MalformedCall:
-            calls = []
+        # What was nested deeply enough to be read may still be too deep to be written.
+        with suppress(MalformedCall, RecursionError):
+            beside, found = read_calls(words, syntax)
+            calls = [
+                {
+                    "id": f"call_{turn}_{index}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for index, call in enumerate(found)
+            ]
+            words = beside
     said: dict[str, Any] = {"role": "assistant", "content": words or (None if calls else "")}
     if thoughts:
         said["reasoning_content"] = thoughts
     if calls:
-        said["tool_calls"] = [
-            {
-                "id": f"call_{turn}_{index}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for index, call in enumerate(calls)
-        ]
+        said["tool_calls"] = calls
         return said, "tool_calls"
     return said, "length" if finish is FinishReason.LENGTH else "stop"

@@ -20,9 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from activities.generation.activities import Prompt
-from activities.generation.tool_calls import split_thoughts
+from activities.generation.tool_calls import read_json, split_thoughts
 from activities.generation.transcript import ChatMessage, Messages, Template, Tools
 from workflows.contracts import Segment
+
+
+class TooLong(Exception):
+    """More text than any context of that size holds: nothing was rendered."""
+
+    def __init__(self, chars: int) -> None:
+        super().__init__(chars)
+        self.chars = chars
 
 
 @dataclass(eq=False)
@@ -56,13 +64,17 @@ class Conversations:
     _branches: int = 0
 
     @contextmanager
-    def place(self, messages: Messages, tools: Tools, stop: Sequence[str] = ()) -> Iterator[Place]:
+    def place(self, messages: Messages, tools: Tools, stop: Sequence[str] = (), *, most_tokens: int) -> Iterator[Place]:
         """The place of a call for the time of its sampling; without `answered` in it nothing has happened.
 
-        Raises InvalidConfig for a conversation that the model's template refuses."""
+        Raises InvalidConfig for a conversation that the model's template refuses, and TooLong for one that can't fit
+        `most_tokens`: to make tokens of megabytes would hold up everybody else."""
         keys = _keys(messages, tools)
         known = next((count for count in range(len(messages), 0, -1) if keys[count] in self._turns), 0)
         before = self._turns[keys[known]] if known else None
+        chars = len(json.dumps(list(tools))) + sum(map(_chars, messages[known:]))
+        if chars > most_tokens * self.template.longest_token:
+            raise TooLong(chars)
         if before is None:
             added = self.template.initial(messages, tools)
             yield Place(Prompt(added, [], branch=self._branch(), stop=stop), keys[-1])
@@ -92,6 +104,12 @@ class Conversations:
         return self._branches - 1
 
 
+def _chars(message: ChatMessage) -> int:
+    """Of its text, and of the arguments in it."""
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    return len(message.get("content") or "") + sum(len(json.dumps(given)) for given in calls)
+
+
 def _keys(messages: Messages, tools: Tools) -> list[str]:
     """Keys of the conversation's beginnings, by their number of messages."""
     keys = [hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).hexdigest()]
@@ -119,6 +137,6 @@ def _arguments(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
+        return read_json(given)
     except ValueError:
         return given

@@ -26,6 +26,7 @@ from aiohttp.typedefs import Handler
 from activities.agents.chat import ApiError, ChatRequest
 from activities.agents.session import AgentSession
 from activities.generation.server import SERVED_NAME
+from activities.generation.tool_calls import read_json
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class AgentEndpoint:
     async def _run(self, request: web.Request) -> web.Response:
         opened = self._of(request)
         try:
-            body = json.loads(await request.read())
+            body = read_json(await request.read())
             command, timeout_s = str(body["command"]), body.get("timeout_s")
             timeout_s = None if timeout_s is None else float(timeout_s)
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from activities.agents.endpoint import Access, AgentEndpoint
-from activities.agents.session import AgentSession
+from activities.agents.session import LONGEST_COMMAND, AgentSession
 from activities.generation.server import SERVED_NAME
 from activities.sandbox.channel import BOX, TOOLS, Operation, Result
 from workflows.contracts import AgentProgram
@@ -27,8 +27,6 @@ WAY_S = 10.0
 LONGEST_S = 3.5 * 3600
 """Its own budgets end it long before."""
 ANSWER = "/tmp/ratchet-answer"
-LONGEST_COMMAND = 100_000
-"""Linux passes no longer argument."""
 NOT_THERE = 127
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from activities.agents.chat import ApiError, ChatRequest, Completion, said_by
-from activities.agents.conversation import Conversations, Place
+from activities.agents.conversation import Conversations, Place, TooLong
 from activities.generation.activities import Answer, GenerationActivities
 from activities.generation.transcript import Template
 from workflows.attributes import shorten
@@ -41,6 +41,9 @@ MOST_OUTPUT = 16_000
 """Characters that are kept of what a program printed in the sandbox."""
 ACTION_BYTES = 80
 """What a turn's row keeps of its action: the rows of a hundred turns go into one message."""
+LONGEST_COMMAND = 100_000
+"""Bytes; Linux passes no longer argument."""
+TOO_LONG = f"sh: Argument list too long: a command has {LONGEST_COMMAND} bytes at most, write more than that in parts\n"
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,16 @@ class AgentSession:
         began = time.monotonic()
         self._enter()
         try:
-            with self._conversations.place(conversation, request.tools, request.stop) as place:
+            most_tokens = self._limits.context_length
+            with self._conversations.place(conversation, request.tools, request.stop, most_tokens=most_tokens) as place:
                 answer = await self._surviving(lambda attempt: self._answer(place, turn, most, attempt))
                 if answer is None:
                     self._take_back(turn)
-                    raise self._refuse(self._context_full(place))
+                    raise self._refuse(self._context_full(f"{len(place.prompt.token_ids)} tokens"))
                 return self._completed(request, place, turn, answer, time.monotonic() - began)
+        except TooLong as error:
+            self._take_back(turn)
+            raise self._refuse(self._context_full(f"{error.chars} characters")) from error
         except InvalidConfig as error:
             # What the template refuses was the program's: another conversation may fit.
             self._take_back(turn)
@@ -211,12 +218,12 @@ class AgentSession:
             raise self._refuse(Spent(StopReason.MAX_TOKENS, why))
         return min(left, limits.max_tokens_per_turn, request.most_tokens or left)
 
-    def _context_full(self, place: Place) -> Spent:
-        longest, asked = self._limits.context_length, len(place.prompt.token_ids)
+    def _context_full(self, asked: str) -> Spent:
+        longest = self._limits.context_length
         return Spent(
             StopReason.CONTEXT_FULL,
             f"This model's maximum context length is {longest} tokens. However, your messages resulted in {asked}"
-            " tokens (rollout.context_length).",
+            " (rollout.context_length).",
         )
 
     def _refuse(self, spent: Spent) -> ApiError:
@@ -238,6 +245,8 @@ class AgentSession:
         if not command.strip() or "\0" in command:
             raise ApiError(400, "a command must not be empty or hold a NUL byte", code="invalid_request")
         self._check_open()
+        if len(command.encode("utf-8", "replace")) > LONGEST_COMMAND:
+            return ActOutput(exit_code=126, output=TOO_LONG)
         limits = self._limits
         own = min(limits.step_timeout_s, timeout_s or limits.step_timeout_s)
         granted = min(own, limits.time_budget_s - self.command_s)

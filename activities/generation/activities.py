@@ -20,6 +20,7 @@ from temporalio import activity
 from activities.generation.affinity import Affinity
 from activities.generation.answers import Generation
 from activities.generation.engine import EngineClient
+from activities.generation.harness import carried
 from activities.generation.harnesses import Harness, open_harness
 from activities.generation.routing import Ask, Cached, EnginePool, Grant
 from activities.generation.server import routes_experts
@@ -122,7 +123,7 @@ class GenerationActivities:
         self._remember(made.key, made.segment)
         return GenerateOutput(
             segment=made.key,
-            action=harness.read(made.segment.text),
+            action=carried(harness.read(made.segment.text)),
             text=made.segment.text[:TEXT_CHARS],
             finish_reason=made.segment.finish_reason,
             engine=made.segment.engine,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 
+from activities.generation.tool_calls import MalformedCall, read_json, tagged_calls
 from tasksets.base import Task
 from workflows.contracts import Action, ActionKind, ActOutput
 
@@ -31,10 +32,13 @@ SYSTEM_PROMPT = (
 REMINDER = "Reply with one ```bash block, or with Answer:"
 
 _LANGUAGES = ("bash", "sh")
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>\S*)[ \t]*$")
+_FENCE = re.compile(r"^[ \t]*```[ \t]*+(?P<language>\S*+)[ \t]*+$")
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$")
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ANSWER = re.compile(r"^[ \t]*Answer:(.*)$", re.MULTILINE)
+_SURROGATES = re.compile("[\ud800-\udfff]")
+MOST_BYTES = 40 << 10
+"""Of a command or an answer, as JSON: it goes in messages, which hold 64 KiB with what else is in them."""
+ERROR_CHARS = 1000
 
 
 def system_prompt() -> str:
@@ -65,10 +69,10 @@ def parse_action(text: str) -> Action:
     blocks, outside = _split_blocks(text)
     if blocks is None:
         return _malformed("the ``` block is not closed")
-    calls = [call.strip() for call in _TOOL_CALL.findall(outside)]
-    outside = _TOOL_CALL.sub("", outside)
-    if "<tool_call>" in outside or "</tool_call>" in outside:
-        return _malformed("the <tool_call> is not closed")
+    try:
+        calls, outside = tagged_calls(outside)
+    except MalformedCall as error:
+        return _malformed(str(error))
     answers = [answer.strip() for answer in _ANSWER.findall(outside)]
     if len(blocks) + len(calls) + len(answers) > 1:
         return _malformed("more than one action")
@@ -81,6 +85,17 @@ def parse_action(text: str) -> Action:
         answer = _unquote(answers[0])
         return Action(kind=ActionKind.FINAL, answer=answer) if answer else _malformed("the answer is empty")
     return _malformed("no action")
+
+
+def carried(action: Action) -> Action:
+    """The action of any harness as messages can carry it: halves of characters, which JSON can name and no text can
+    hold, are replaced; a command or an answer that is too long is MALFORMED."""
+    command, answer, error = (_SURROGATES.sub("\ufffd", said) for said in (action.command, action.answer, action.error))
+    for what, said in (("command", command), ("answer", answer)):
+        if len(json.dumps(said, ensure_ascii=False).encode()) > MOST_BYTES:
+            why = f"Not understood: the {what} has more than {MOST_BYTES >> 10} KiB. Do it in smaller parts."
+            return Action(kind=ActionKind.MALFORMED, error=why)
+    return Action(kind=action.kind, command=command, answer=answer, error=error[:ERROR_CHARS])
 
 
 def _split_blocks(text: str) -> tuple[list[tuple[str, str]] | None, str]:
@@ -107,7 +122,7 @@ def _split_blocks(text: str) -> tuple[list[tuple[str, str]] | None, str]:
 
 def _tool_call(body: str) -> Action:
     try:
-        call = json.loads(body)
+        call = read_json(body)
     except ValueError:
         return _malformed("the <tool_call> is not JSON")
     arguments = call.get("arguments") if isinstance(call, dict) else None

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_CALL = re.compile(f"{_OPENING}(.*?){_CLOSING}", re.DOTALL)
+_HALVES = re.compile("[\ud800-\udfff]")
 _PYTHON_TAG = "<|python_tag|>"
 _THOUGHT = ("<think>", "</think>")
 
@@ -56,11 +58,31 @@ def read_calls(words: str, syntax: CallSyntax) -> tuple[str, list[ToolCall]]:
     return _hermes(words) if syntax is CallSyntax.HERMES else _llama3(words)
 
 
-def _hermes(words: str) -> tuple[str, list[ToolCall]]:
-    beside = _HERMES.sub("", words)
-    if "<tool_call>" in beside or "</tool_call>" in beside:
+def tagged_calls(text: str) -> tuple[list[str], str]:
+    """(what stands between the tags of each call, the text beside them). Raises MalformedCall for a tag alone."""
+    # Behind the last closing tag is no call: opening ones that a policy repeats must not each be searched from.
+    end = text.rfind(_CLOSING) + len(_CLOSING) if _CLOSING in text else 0
+    whole, after = text[:end], text[end:]
+    beside = _CALL.sub("", whole) + after
+    if _OPENING in beside or _CLOSING in beside:
         raise MalformedCall("the <tool_call> is not closed")
-    return beside.strip(), [_call(_json(body), ("arguments", "parameters")) for body in _HERMES.findall(words)]
+    return _CALL.findall(whole), beside
+
+
+def read_json(text: str | bytes) -> Any:
+    """What somebody else wrote as JSON. Halves of characters, which JSON can name and no text can hold, are replaced:
+    neither tokenizers nor messages take them. Raises ValueError, also for what is nested deeper than Python reads."""
+    try:
+        value = json.loads(text)
+        whole, halves = _HALVES.subn("\ufffd", json.dumps(value, ensure_ascii=False))
+        return json.loads(whole) if halves else value
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _hermes(words: str) -> tuple[str, list[ToolCall]]:
+    bodies, beside = tagged_calls(words)
+    return beside.strip(), [_call(_json(body), ("arguments", "parameters")) for body in bodies]
 
 
 def _llama3(words: str) -> tuple[str, list[ToolCall]]:
@@ -70,8 +92,9 @@ def _llama3(words: str) -> tuple[str, list[ToolCall]]:
     calls, decoder = [], json.JSONDecoder()
     while body:
         try:
-            value, end = decoder.raw_decode(body)
-        except ValueError as error:
+            _, end = decoder.raw_decode(body)
+            value = read_json(body[:end])
+        except (ValueError, RecursionError) as error:
             raise MalformedCall("the call is not JSON") from error
         calls.append(_call(value, ("parameters", "arguments")))
         body = body[end:].lstrip("; \n\t")
@@ -80,7 +103,7 @@ def _llama3(words: str) -> tuple[str, list[ToolCall]]:
 
 def _json(body: str) -> Any:
     try:
-        return json.loads(body)
+        return read_json(body)
     except ValueError as error:
         raise MalformedCall("the <tool_call> is not JSON") from error
 

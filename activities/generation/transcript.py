@@ -77,6 +77,11 @@ class Template:
             return CallSyntax.HERMES
         return CallSyntax.LLAMA3 if '"parameters"' in written else None
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters: no token has more of them."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def initial(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Ids of the first prompt, generation prompt included. Raises InvalidConfig where BOS would come twice, and for
         a conversation that the template refuses."""

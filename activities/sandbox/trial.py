@@ -7,6 +7,7 @@ network, nothing left behind. Called by `ratchet tasks check`.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,8 @@ from activities.sandbox.preparation import Preparation
 from activities.sandbox.verification import CHECK_S, ORACLE_S, Run, Verdict, describe, judge
 from tasksets.base import Task
 from workflows.errors import RatchetError, VerifierBrokenByAnswer
+
+log = logging.getLogger(__name__)
 
 KIND = "check"
 SLOW = 0.5
@@ -116,6 +119,10 @@ class Trial:
                     # It is the task's where the daemon answers; the first words tell more than those of the retry.
                     await self._backend.daemon.call("info", lambda client: client.system.info())
                 notes.find(Unfit.BROKEN, first if error.retryable else str(error))
+            except Exception as error:
+                # Our own fault, and no reason to lose what was found of the others.
+                log.exception("%s could not be checked", task.id)
+                notes.find(Unfit.BROKEN, f"it could not be checked, which is our own fault: {error!r}")
             return notes.checked
 
     async def _check(self, task: Task, number: int, notes: _Notes, show: Callable[[str], None]) -> None:

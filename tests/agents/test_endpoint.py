@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +13,14 @@ import pytest
 from openai import AsyncOpenAI
 
 from activities.agents.endpoint import AgentEndpoint
-from activities.agents.session import AgentSession
 from activities.generation.harnesses import BASH
 from storage.objects import ObjectStore
+from tests.agents.clients import ASKED, MORE, client_of, dumped, say
 from tests.agents.worlds import AgentWorld
 from tests.generation.policies import LLAMA3, LLAMA3_SPECIAL, REWRITING
 from tests.generation.test_harnesses import CALL, HERMES_LS, LLAMA3_LS, THOUGHT
 from workflows.contracts import FinishReason, StopReason
 from workflows.errors import EngineError
-
-ASKED = [{"role": "system", "content": "You help."}, {"role": "user", "content": "How many cats?"}]
-MORE = {"role": "user", "content": "And dogs?"}
-
-
-@asynccontextmanager
-async def client_of(endpoint: AgentEndpoint, session: AgentSession) -> AsyncIterator[AsyncOpenAI]:
-    async with (
-        endpoint.serving(session) as access,
-        AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key) as client,
-    ):
-        yield client
-
-
-async def say(client: AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
-    return await client.chat.completions.create(model="policy", messages=messages, **options)
-
-
-def dumped(message: Any) -> dict[str, Any]:
-    """As programs send it back: with all the fields that the client knows, empty ones too."""
-    value: dict[str, Any] = message.model_dump()
-    return value
 
 
 async def test_a_conversation_that_goes_on_is_one_trajectory_of_the_engines_own_ids(

@@ -19,6 +19,7 @@ from activities.agents.activities import output_key
 from activities.agents.endpoint import AgentEndpoint
 from tests.agents.worlds import AgentWorld
 from workflows.contracts import ActOutput, FailureType, RunAgentInput, RunAgentOutput, StopReason
+from workflows.converter import data_converter
 from workflows.errors import EngineError, SandboxError, Undetermined
 
 PROGRAM = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).with_name('program.py')))}"
@@ -305,3 +306,13 @@ async def test_what_a_killed_worker_left_on_the_disk_goes_with_the_next_program(
     await dead.wait()
     (world.spool / f"{dead.pid}-left").mkdir(parents=True)
     await run(world, endpoint, world.message(f"{PROGRAM} 1"))
+
+
+@pytest.mark.parametrize("letter", ["x", "\\001", "\\342\\202\\254"])
+async def test_an_answer_of_any_length_is_reported(letter: str, world: AgentWorld, endpoint: AgentEndpoint) -> None:
+    """Cut: a report that no message holds would be a way out of the verdict."""
+    write = f"for i in $(seq 1000); do printf '{letter * 100}'; done > $RATCHET_ANSWER_FILE"
+    out = await run(world, endpoint, world.message(f"{PROGRAM} 8; {write}"))
+    assert out.stop_reason is StopReason.FINISHED and len(out.turns) == 8
+    assert 1000 < len(out.answer) < 65_536
+    data_converter.payload_converter.to_payloads([out])

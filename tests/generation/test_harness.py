@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from activities.generation.harness import (
+    carried,
     format_observation,
     initial_messages,
     observation_message,
@@ -14,7 +15,8 @@ from activities.generation.harness import (
     system_prompt,
 )
 from tasksets import open_taskset
-from workflows.contracts import ActionKind, ActOutput, Split
+from workflows.contracts import Action, ActionKind, ActOutput, FinishReason, GenerateOutput, Split
+from workflows.converter import data_converter
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,41 @@ def test_an_observation_tells_how_a_command_ended_unless_it_went_well() -> None:
     assert format_observation(ActOutput(exit_code=2, output="a: not found\n")) == "a: not found\n(exit 2)"
     assert format_observation(ActOutput(exit_code=None, signal=9)) == "(ended by signal 9)"
     assert format_observation(ActOutput(exit_code=None, timed_out=True, command_s=10.0)) == "(timed out after 10 s)"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
+        ("<tool_call>" * 100_000, "not closed"),
+        ("```" + " " * 200_000 + "x y", "no action"),
+    ],
+)
+def test_no_text_takes_long_or_breaks_the_parser(text: str, why: str) -> None:
+    """An error of ours would be a way out of a failure."""
+    assert why in parse_action(text).error
+
+
+@pytest.mark.parametrize("letter", ["x", "\x01", "\u20ac", "\U0001f600"])
+def test_whatever_a_harness_reads_fits_a_message_or_is_refused_with_a_reason(letter: str) -> None:
+    for length in (1000, 5000, 10_000, 40_000, 1 << 20):
+        said = letter * length
+        for kind, action in (
+            (ActionKind.COMMAND, Action(kind=ActionKind.COMMAND, command=said)),
+            (ActionKind.FINAL, Action(kind=ActionKind.FINAL, answer=said)),
+            (ActionKind.MALFORMED, Action(kind=ActionKind.MALFORMED, error=said)),
+        ):
+            out = carried(action)
+            assert out == action or out.kind is ActionKind.MALFORMED
+            assert out == action or kind is ActionKind.MALFORMED or "more than 40 KiB" in out.error
+            text = letter * 2000
+            sent = GenerateOutput(segment="s", action=out, text=text, finish_reason=FinishReason.STOP)
+            data_converter.payload_converter.to_payloads([sent])
+
+
+def test_halves_of_characters_are_in_no_action() -> None:
+    """Messages can't hold them."""
+    call = '<tool_call>{"name": "bash", "arguments": {"command": "echo \\udce9"}}</tool_call>'
+    assert parse_action(call).command == "echo \ufffd"
+    own = Action(kind=ActionKind.COMMAND, command="echo \udce9")
+    assert carried(own).command == "echo \ufffd"

@@ -82,3 +82,35 @@ def test_no_text_breaks_the_readers(text: str, syntax: CallSyntax) -> None:
         assert str(error)
     else:
         assert calls or beside == words.strip()
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        ("hermes", f"<tool_call>{DEEP}</tool_call>"),
+        ("hermes", '<tool_call>{"name": "bash", "arguments": {"command": ' + DEEP + "</tool_call>"),
+        ("llama3", '{"name": "bash", "parameters": {"command": ' + DEEP),
+    ],
+)
+def test_a_call_that_is_nested_deeper_than_python_reads_is_broken(syntax: str, text: str) -> None:
+    with pytest.raises(MalformedCall, match="not JSON"):
+        read_calls(text, CallSyntax(syntax))
+
+
+def test_a_tag_that_is_repeated_without_end_is_read_in_one_pass() -> None:
+    with pytest.raises(MalformedCall, match="not closed"):
+        read_calls("<tool_call>" * 100_000, CallSyntax.HERMES)
+    _, (call,) = read_calls('<tool_call>{"name": "a", "arguments": {}}</tool_call>', CallSyntax.HERMES)
+    assert call == ToolCall("a", {})
+
+
+@pytest.mark.parametrize("syntax", CallSyntax)
+def test_halves_of_characters_are_replaced_and_whole_ones_kept(syntax: CallSyntax) -> None:
+    names = {"hermes": "arguments", "llama3": "parameters"}
+    command = r"echo \ud83d \ud83d\ude00"
+    body = f'{{"name": "bash", "{names[syntax]}": {{"command": "{command}"}}}}'
+    text = f"<tool_call>{body}</tool_call>" if syntax is CallSyntax.HERMES else body
+    assert read_calls(text, syntax)[1] == [ToolCall("bash", {"command": "echo \ufffd \U0001f600"})]

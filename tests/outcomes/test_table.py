@@ -128,7 +128,9 @@ def ending_of(endings: dict[str, Ending | BaseException], row: Row) -> Ending:
 @pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.id)
 async def test_row(endings: dict[str, Ending | BaseException], row: Row) -> None:
     ending = ending_of(endings, row)
-    assert (ending.summary.stop_reason, ending.summary.outcome) == (row.stop_reason, row.outcome), ending.failures
+    assert (ending.summary.stop_reason, ending.summary.outcome) == (row.stop_reason, row.outcome), "".join(
+        ending.failures
+    )
     assert ending.summary.reward == row.reward
     assert ending.left == set(), "its sandbox is still there"
     if not row.recorded:

@@ -10,7 +10,7 @@ import pytest
 from activities.sandbox.verification import Verdict
 from tasksets.base import Task
 from tests.sandbox.machines import Ground, harbor, one, terminal_bench
-from tests.tasksets.public import HARBOR, write_task
+from tests.tasksets.public import HARBOR, TERMINAL_BENCH, write_task
 from workflows.errors import VerifierBrokenByAnswer
 
 pytestmark = pytest.mark.docker
@@ -129,6 +129,9 @@ def test_the_answer_is_right():
 def test_and_again():
     assert answer() == 42
 """
+PART = "echo 0.99 > /logs/verifier/reward.txt"
+PART_JSON = """echo '{"reward": 0.99}' > /logs/verifier/reward.json"""
+"""Part of a reward is worth planting too, and no report speaks against it."""
 DAEMON = f"""import os, time
 if os.fork() == 0:
     os.setsid()
@@ -147,6 +150,17 @@ os._exit(0)
 """
 
 
+async def does_not_pay(ground: Ground, task: Task, tool: str) -> None:
+    """An answer whose code is `tool`."""
+    async with ground.playing(task) as attempt:
+        await attempt(writes("/app/tool.py", tool))
+        try:
+            verdict = await attempt.verdict()
+        except VerifierBrokenByAnswer:
+            return
+    assert verdict.reward == 0.0 and not verdict.passed, verdict
+
+
 @pytest.mark.parametrize("make", [harbor, terminal_bench])
 @pytest.mark.parametrize(
     ("tests", "tool"),
@@ -156,6 +170,9 @@ os._exit(0)
         (IMPORTS, IMITATES),
         (IMPORTS, "import os\ndef answer():\n    os._exit(0)\n"),
         (IMPORTS, "import sys\ndef answer():\n    sys.exit(0)\n"),
+        (RUNS, DAEMON.replace(PAYS, PART)),
+        (IMPORTS, DAEMON.replace(PAYS, PART) + "def answer(): return 41\n"),
+        (IMPORTS, f"import os\nos.system({PART_JSON!r})\ndef answer(): return 41\n"),
         (IMPORTS, f"import os\nos.system({PAYS!r})\nos.system('kill -9 $PPID')\n"),
     ],
 )
@@ -165,13 +182,7 @@ async def test_what_an_answer_does_while_it_is_tested_does_not_pay(  # type: ign
     solution = "solution/solve.sh" if make is harbor else "solution.sh"
     solves = "#!/bin/bash\necho 'def answer(): return 42' > /app/tool.py\nprintf 42 > /app/result\n"
     task = make(tmp_path, **{"tests/test_outputs.py": tests, solution: solves})
-    async with ground.playing(task) as attempt:
-        await attempt(writes("/app/tool.py", tool))
-        try:
-            verdict = await attempt.verdict()
-        except VerifierBrokenByAnswer:
-            return
-    assert verdict.reward == 0.0 and not verdict.passed, verdict
+    await does_not_pay(ground, task, tool)
 
 
 async def test_a_link_that_leads_nowhere_near_the_tests_is_an_answer_like_any_other(
@@ -277,3 +288,17 @@ async def test_a_project_beside_the_answer_brings_no_pytest_of_its_own(ground: G
     assert (await played(ground, task, "echo hello > /app/greeting.txt", made, runs)).passed
     evil = writes("/app/.venv/bin/pytest", EVIL)
     assert not (await played(ground, task, made, evil)).passed
+
+
+@pytest.mark.parametrize("tool", [IMITATES, "import os\ndef answer():\n    os._exit(0)\n"])
+@pytest.mark.parametrize("make", [harbor, terminal_bench])
+async def test_who_cuts_off_tests_of_which_nobody_knows_the_names_is_not_paid(  # type: ignore[no-untyped-def]
+    ground: Ground, tmp_path: Path, make, tool: str
+) -> None:
+    files, script = (HARBOR, "tests/test.sh") if make is harbor else (TERMINAL_BENCH, "run-tests.sh")
+    solution = "solution/solve.sh" if make is harbor else "solution.sh"
+    picks = files[script].replace("test_outputs.py", "test_outputs.py -k answer")
+    solves = "#!/bin/bash\necho 'def answer(): return 42' > /app/tool.py\n"
+    task = make(tmp_path, **{script: picks, "tests/test_outputs.py": IMPORTS, solution: solves})
+    assert task.expected_tests == []
+    await does_not_pay(ground, task, tool)

@@ -193,3 +193,64 @@ def test_variables_that_are_there_stay_behind_the_reports_own(tmp_path: Path) ->
     env = Report(tmp_path).environment({"PYTHONPATH": "/srv", "PYTEST_PLUGINS": "other"})
     assert env == {"PYTHONPATH": "/run/ratchet/runner:/srv", "PYTEST_PLUGINS": "ratchet_report,other"}
     assert json.dumps(env)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        b"\n" * (1 << 20),
+        b"\x1b[" * (1 << 19),
+        b"short test summary info" + b" " * (1 << 20) + b"x",
+        b"=" * (1 << 20) + b" short test summary info x",
+    ],
+)
+def test_no_output_takes_long_to_search(output: bytes) -> None:
+    """The code under test prints there too, and who reads it does so beside all other attempts."""
+    assert summary_reward(output).reward is None
+    assert summary_reward(output + b"\n" + SUMMARY).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 60_000, b'{"reward": ' + b"[" * 60_000, b'{"reward": ' + b"9" * 400 + b"}", b'{"reward": {"a": 1}}']
+)
+def test_no_reward_file_breaks_its_reader(data: bytes) -> None:
+    """The code under test can write it too: an error of ours would be a way out."""
+    assert file_reward(reward_json=data).reward is None
+
+
+def test_a_reward_that_the_script_never_writes_is_tampering() -> None:
+    """Part of a reward is worth planting too, and a report of failed tests does not speak against it."""
+    failed = Reported({"/tests/test_a.py::test_one": True, "/tests/test_a.py::test_two": False})
+
+    def found(data: bytes, rewards: list[float]) -> Found:
+        return find_reward(Reads.REWARD_FILE, result(), {"reward.txt": data}, failed, EXPECTED, rewards)
+
+    planted = found(b"0.99", [0.0, 1.0])
+    assert (planted.reward, planted.tampered) == (0.0, True) and "which its script never writes" in planted.words
+    assert (found(b"0", [0.0, 1.0]).reward, found(b"0", [0.0, 1.0]).tampered) == (0.0, False)
+    assert found(b"0.5", [0.0, 0.5, 1.0]).reward == 0.5 and found(b"0.5", []).reward == 0.5
+
+
+CUT = Reported({"/tests/test_a.py::test_one": True}, ended=False)
+
+
+def test_a_claim_of_tests_that_were_cut_off_counts_for_nothing_whatever_was_expected() -> None:
+    """Where a script picks among its tests nobody knows which to expect; that they came to their end is known."""
+    full, part, none = (file_reward(CUT, reward_txt=data) for data in (b"1", b"0.5", b"0"))
+    assert (full.reward, full.tampered, part.reward, part.tampered) == (0.0, True, 0.0, False)
+    assert "began and did not end" in full.words and "began and did not end" in part.words
+    assert (none.reward, none.tampered) == (0.0, False)
+    assert summary_reward(SUMMARY, CUT).tampered
+
+
+def test_a_session_that_ends_is_told_from_one_that_is_cut_off(report: Report, tmp_path: Path) -> None:
+    assert report.read().ended, "no session began"
+    run_pytest(report, tmp_path, "--markers")
+    assert report.read().ended, "nor did one here"
+    run_pytest(report, tmp_path)
+    assert report.read().ended and report.read().tests
+    cut = "import os, sys\ndef test_a(): os._exit(0)\n"
+    run_pytest(report, tmp_path, text=cut)
+    assert not report.read().ended
+    (report.folder / "key").write_bytes(b"k" * 32)
+    assert not report.read().ended, "a key of one's own is none"

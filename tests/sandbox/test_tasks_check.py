@@ -15,7 +15,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from activities.sandbox.trial import KIND
+from activities.sandbox.trial import KIND, Trial
 from tests.sandbox.conftest import docker
 from tests.sandbox.machines import BASES
 from tests.tasksets.public import HARBOR, TERMINAL_BENCH, write_task
@@ -193,3 +193,30 @@ def test_a_task_whose_image_cannot_be_had_is_broken_and_the_others_are_checked(h
     [away], [kept] = found["away"]["findings"], found["kept"]["findings"]
     assert away["what"] == "broken" and "registry.invalid/org/name:1 is not on this machine" in away["why"]
     assert kept["what"] == "unsupported" and "keeps /d in volumes" in kept["why"]
+
+
+def test_what_a_task_says_is_shown_as_it_is_and_changes_nothing_else(home: Path, tmp_path: Path) -> None:
+    says = "printf 'no [/b] of [red]that[/red] :warning: \\033]0;title\\007\\033[2J' >&2; exit 3"
+    native(tmp_path, "loud", oracle=[says])
+    native(tmp_path, "fine")
+    shown = " ".join(check(tmp_path, code=1).stdout.split())
+    assert "[/b] of [red]that[/red] :warning:" in shown and "\x1b" not in shown
+    assert "1 of 2 tasks are fit" in shown
+
+
+def test_a_fault_of_ours_costs_one_task_and_not_what_was_found_of_the_others(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native(tmp_path, "fine")
+    native(tmp_path, "odd", setup="true #odd")
+    solve = Trial._solve
+
+    async def failing(self: Trial, play: Any) -> str:
+        if play.task.id == "odd":
+            raise KeyError("nothing that anybody thought of")
+        return await solve(self, play)
+
+    monkeypatch.setattr(Trial, "_solve", failing)
+    found = {task["task"]: task for task in json.loads(check(tmp_path, "--json", code=1).stdout)["tasks"]}
+    assert found["fine"]["fit"]
+    assert "our own fault: KeyError" in found["odd"]["findings"][0]["why"]

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tasksets import Task
+from tasksets.base import Grading
+from tasksets.folder import FolderTaskset
+from workflows.contracts import Split
+from workflows.errors import InvalidConfig
+
 HARBOR: dict[str, str] = {
     "task.toml": """
 version = "1.0"
@@ -83,6 +91,8 @@ services:
     "tests/test_outputs.py": HARBOR["tests/test_outputs.py"],
 }
 
+COMPOSE = TERMINAL_BENCH["docker-compose.yaml"]
+
 
 def write_task(folder: Path, files: dict[str, str], **changes: str | None) -> Path:
     """The folder with these files; a change is another text, None leaves the file out."""
@@ -93,3 +103,25 @@ def write_task(folder: Path, files: dict[str, str], **changes: str | None) -> Pa
             path.write_text(text)
             path.chmod(0o755 if name.endswith(".sh") else 0o644)
     return folder
+
+
+def one(folder: Path) -> Task:
+    """The only task of a folder that is one."""
+    taskset = FolderTaskset(folder)
+    return taskset.load(taskset.ids(Split.TRAIN)[0])
+
+
+def reasons(folder: Path, files: dict[str, str], **changes: str | None) -> str:
+    """Why a task can't be used."""
+    write_task(folder / "fine", HARBOR)
+    write_task(folder / "odd", files, **changes)
+    taskset = FolderTaskset(folder)
+    assert taskset.ids(Split.TRAIN) == ["fine"]
+    with pytest.raises(InvalidConfig, match="can't be used"):
+        taskset.load("odd")
+    return "; ".join(taskset.unsupported["odd"])
+
+
+def grading_of(task: Task) -> Grading:
+    assert task.machine is not None
+    return task.machine.grading

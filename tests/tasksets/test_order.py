@@ -105,3 +105,9 @@ def test_a_broken_task_file_is_named_with_its_fault(folder: Path, name: str, tex
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="file with a task"):
         open_taskset(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "~nobody-of-this-name/tasks", "a\0b", "pyproject.toml"])
+def test_a_path_that_is_no_folder_is_refused_and_nothing_else(name: str) -> None:
+    with pytest.raises(InvalidConfig, match="no taskset"):
+        open_taskset(name)

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tasksets import Task, open_taskset
-from tasksets.base import Artifact, Grading, Reads
+from tasksets import open_taskset
+from tasksets.base import Artifact, Reads
 from tasksets.folder import FolderTaskset
 from tasksets.oracle import MOST_BYTES, PIECE, oracle_commands
 from tasksets.reading import Unsupported, interpolate
-from tests.tasksets.public import HARBOR, TERMINAL_BENCH, write_task
+from tests.tasksets.public import COMPOSE, HARBOR, TERMINAL_BENCH, grading_of, one, reasons, write_task
 from workflows.contracts import Split
 from workflows.errors import InvalidConfig
-
-COMPOSE = TERMINAL_BENCH["docker-compose.yaml"]
-
-
-def one(folder: Path) -> Task:
-    """The only task of a folder that is one."""
-    taskset = FolderTaskset(folder)
-    return taskset.load(taskset.ids(Split.TRAIN)[0])
-
-
-def reasons(folder: Path, files: dict[str, str], **changes: str | None) -> str:
-    """Why a task can't be used."""
-    write_task(folder / "fine", HARBOR)
-    write_task(folder / "odd", files, **changes)
-    taskset = FolderTaskset(folder)
-    assert taskset.ids(Split.TRAIN) == ["fine"]
-    with pytest.raises(InvalidConfig, match="can't be used"):
-        taskset.load("odd")
-    return "; ".join(taskset.unsupported["odd"])
 
 
 def test_a_harbor_task_is_read_as_it_is(tmp_path: Path) -> None:
@@ -127,23 +107,18 @@ def test_phases_are_granted_more_and_tasks_are_tuned_beside_their_files(tmp_path
 def test_a_separate_verifier_gets_the_artifacts_and_an_image_of_its_own(tmp_path: Path) -> None:
     toml = 'artifacts = ["/app/x", {source = "/b", destination = "/c"}]\n' + HARBOR["task.toml"]
     separate = toml.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
-    grading = _grading(one(write_task(tmp_path / "one", HARBOR, **{"task.toml": separate})))
+    grading = grading_of(one(write_task(tmp_path / "one", HARBOR, **{"task.toml": separate})))
     assert grading.artifacts is not None
     assert [item.source for item in grading.artifacts] == ["/app/x", "/b", "/logs/artifacts"]
     assert grading.artifacts[1].destination == "/c" and grading.image is None
-    shared = _grading(one(write_task(tmp_path / "two", HARBOR, **{"task.toml": toml})))
+    shared = grading_of(one(write_task(tmp_path / "two", HARBOR, **{"task.toml": toml})))
     assert shared.artifacts is None
     built = {"task.toml": separate, "tests/Dockerfile": "FROM debian\nCOPY . /tests\n"}
-    grading = _grading(one(write_task(tmp_path / "three", HARBOR, **built)))
+    grading = grading_of(one(write_task(tmp_path / "three", HARBOR, **built)))
     assert grading.image is not None and grading.image.context == str(tmp_path / "three/tests")
     named = toml + '[verifier.environment]\ndocker_image = "org/verifier:1"\n'
-    grading = _grading(one(write_task(tmp_path / "four", HARBOR, **{"task.toml": named})))
+    grading = grading_of(one(write_task(tmp_path / "four", HARBOR, **{"task.toml": named})))
     assert grading.image is not None and grading.image.reference == "org/verifier:1"
-
-
-def _grading(task: Task) -> Grading:
-    assert task.machine is not None
-    return task.machine.grading
 
 
 @pytest.mark.parametrize(
@@ -268,28 +243,6 @@ def test_a_native_file_has_no_machine(tmp_path: Path) -> None:
         FolderTaskset(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("pytest /tests/test_outputs.py", 3),
-        ("uvx -p 3.13 --with pytest==8.4.1 pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA", 3),
-        ("python -m pytest $TEST_DIR/", 4),
-        ("pytest /tests/test_outputs.py -k says", 0),
-        ("pytest /tests/test_outputs.py::test_says", 0),
-        ("pytest \\\n  -m slow /tests", 0),
-        ("python /tests/check.py", 0),
-    ],
-)
-def test_the_tests_that_a_script_runs_are_expected(tmp_path: Path, script: str, expected: int) -> None:
-    more = {"tests/test.sh": script, "tests/test_other.py": "def test_other(): pass\n", "tests/test_bad.py": "def ("}
-    assert len(one(write_task(tmp_path / "t", HARBOR, **more)).expected_tests) == expected
-
-
-def test_tests_whose_names_are_configured_are_not_guessed(tmp_path: Path) -> None:
-    more = {"tests/pytest.ini": "[pytest]\npython_functions = check_*\n"}
-    assert one(write_task(tmp_path / "t", HARBOR, **more)).expected_tests == []
-
-
 def test_an_oracles_commands_write_its_files_byte_for_byte_and_run_them(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "sub dir").mkdir(parents=True)
@@ -330,24 +283,22 @@ def test_a_dollar_in_harbors_variables_is_itself(tmp_path: Path) -> None:
     assert machine is not None and machine.env["PASSWORD"] == "a$b$$"
 
 
-@pytest.mark.parametrize("name", ["environment/Dockerfile", "tests/test.sh", "solution/key", "tests", "instruction.md"])
-def test_what_leads_out_of_a_tasks_folder_is_not_followed(tmp_path: Path, name: str) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "secret").write_text("secret")
-    odd = write_task(tmp_path / "tasks/odd", HARBOR)
-    if (odd / name).is_dir():
-        shutil.rmtree(odd / name)
-    (odd / name).unlink(missing_ok=True)
-    (odd / name).symlink_to(tmp_path / ("other" if name == "tests" else "secret"))
-    assert f"{name} leads out of the task's folder" in reasons(tmp_path / "tasks", {})
-
-
-def test_a_link_within_a_task_or_to_what_only_its_machine_has_is_well(tmp_path: Path) -> None:
-    folder = write_task(tmp_path / "odd", TERMINAL_BENCH)
-    (folder / "tests/again.py").symlink_to("test_outputs.py")
-    (folder / "tests/machines").symlink_to("/app/not-on-this-host")
-    assert one(folder).id == "odd"
-    (folder / "solution.sh").unlink()
-    (folder / "solution.sh").symlink_to("/etc/hostname")
-    with pytest.raises(InvalidConfig, match=r"solution\.sh leads out"):
-        one(folder)
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [
+        ('["sh", "-c", "sleep infinity"]', False),
+        ("bash", False),
+        ("/bin/bash -l", False),
+        ("tail -f /dev/null", False),
+        ('["bash", "-lc", "sleep 7d"]', False),
+        ("bash /app/start.sh", True),
+        ('["sh", "-c", "sleep 2; /srv/serve"]', True),
+        ('["sh", "-c", "sleep 2;/srv/serve"]', True),
+        ('["bash", "-lc", "/srv/serve"]', True),
+        ('["sh", "-c", "tail -f /var/log/x & /srv/serve"]', True),
+    ],
+)
+def test_a_command_that_does_more_than_wait_runs_beside_the_agent(tmp_path: Path, command: str, starts: bool) -> None:
+    compose = COMPOSE.replace('[ "sh", "-c", "sleep infinity" ]', command)
+    machine = one(write_task(tmp_path / "t", TERMINAL_BENCH, **{"docker-compose.yaml": compose})).machine
+    assert machine is not None and bool(machine.start) is starts

@@ -9,8 +9,7 @@ import pytest
 from tasksets import open_taskset
 from tasksets.base import Service, Task
 from tasksets.folder import FolderTaskset
-from tests.tasksets.public import HARBOR, TERMINAL_BENCH, write_task
-from tests.tasksets.test_public import one, reasons
+from tests.tasksets.public import HARBOR, TERMINAL_BENCH, one, reasons, write_task
 from workflows.contracts import Split
 from workflows.errors import InvalidConfig
 

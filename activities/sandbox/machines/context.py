@@ -70,7 +70,7 @@ def _content(path: Path) -> bytes:
 
 def _rules(path: Path) -> list[tuple[bool, re.Pattern[str]]]:
     """(ignored, pattern) in their order; the last that fits decides."""
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return [(not pattern.startswith("!"), _regex(pattern.removeprefix("!").strip("/"))) for pattern in patterns]
 

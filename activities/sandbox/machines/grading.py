@@ -105,7 +105,8 @@ class Examiner:
         grading = machine.grading
         if grading.artifacts is not None:
             return await self._weigh_artifacts(state, machine, facts, grading.artifacts)
-        weighed = review(
+        weighed = await asyncio.to_thread(
+            review,
             await state.changes(),
             facts.model_copy(update={"workdir": machine.workdir or facts.workdir}),
             mounts=mount_points(grading),
@@ -134,7 +135,8 @@ class Examiner:
             str(workdir / artifact.source): str(workdir / (artifact.destination or artifact.source))
             for artifact in artifacts
         }
-        weighed = review(
+        weighed = await asyncio.to_thread(
+            review,
             moved(await state.changes(), places),
             facts.model_copy(update={"workdir": str(workdir)}),
             mounts=mount_points(machine.grading),
@@ -231,7 +233,8 @@ class Examiner:
         else:
             files = {name: read_bounded(room.logs / name, REWARD_BYTES) for name in REWARDS}
             reported = await asyncio.to_thread(room.report.read)
-            found = find_reward(machine.grading.reads, result, files, reported, task.expected_tests)
+            grading = machine.grading
+            found = find_reward(grading.reads, result, files, reported, task.expected_tests, grading.rewards)
         evidence = {} if (found.reward or 0) >= FULL else await look(op, result)
         said = readable(result.tail or result.head)[-2000:]
         return Graded(found, said, result.seconds, evidence)
@@ -245,7 +248,7 @@ class Examiner:
             source = str(workdir / artifact.source)
             archive = await state.archive(source)
             if archive is not None:
-                await target.put("/", relocated(archive, str(workdir / (artifact.destination or source))))
+                await target.put("/", await _relocated(archive, str(workdir / (artifact.destination or source))))
         if grading.artifacts is None:
             return weighed.carried
         return [str(workdir / (artifact.destination or artifact.source)) for artifact in grading.artifacts]
@@ -259,7 +262,7 @@ class Examiner:
             for path in paths:
                 archive = await pristine.archive(path)
                 if archive is not None:
-                    await target.put("/", relocated(archive, path))
+                    await target.put("/", await _relocated(archive, path))
 
     def _person(self, machine: Machine, facts: ImageFacts, room: Room) -> Person:
         grading = machine.grading
@@ -274,6 +277,11 @@ class Examiner:
         if MODULE.search(script_of(grading)):
             env |= {"PYTHONSAFEPATH": SAFE}
         return replace(person, env=env)
+
+
+async def _relocated(archive: bytes, path: str) -> bytes:
+    """In a thread: of a folder with many files it takes a while, and other attempts are at work here."""
+    return await asyncio.to_thread(relocated, archive, path)
 
 
 async def _difference(before: State, after: State, path: str) -> str:

@@ -21,7 +21,7 @@ PLUGIN = Path(__file__).with_name("plugin") / "ratchet_report.py"
 INSIDE = "/run/ratchet/report"
 RUNNER = "/run/ratchet/runner"
 GOOD = ("passed", "skipped", "xfailed")
-MOST_BYTES = 16 << 20
+MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Reported:
     """Tests by their absolute ids without parameters, and whether all that was said of them is good."""
 
     tests: dict[str, bool]
+    ended: bool = True
+    """Whether each session of pytest that began came to its end, where it gives the key back."""
 
     def missing(self, expected: Iterable[str]) -> list[str]:
         """Those of `expected` (`test_outputs.py::test_a`) of which nothing was said."""
@@ -67,27 +69,31 @@ class Report:
     def read(self) -> Reported:
         """Blocking."""
         tests: dict[str, bool] = {}
-        for entry in _signed(read_bounded(self.folder / "lines", MOST_BYTES), self._key):
+        entries, key = _signed(read_bounded(self.folder / "lines", MOST_BYTES), self._key)
+        for entry in entries:
             if name := entry.get("test"):
                 path, separator, test = str(name).partition("::")
                 name = path + separator + test.partition("[")[0]
                 tests[name] = tests.get(name, True) and entry.get("outcome") in GOOD
-        return Reported(tests)
+        return Reported(tests, ended=hmac.compare_digest(read_bounded(self.folder / "key", len(key)), key))
 
 
-def _signed(data: bytes, key: bytes) -> Iterable[dict[str, object]]:
-    """The entries, session after session, each under its own key, up to the first that nobody signed."""
+def _signed(data: bytes, key: bytes) -> tuple[list[dict[str, object]], bytes]:
+    """The entries, session after session, each under its own key, up to the first that nobody signed; and the key under
+    which the next one would be."""
+    entries: list[dict[str, object]] = []
     count = 0
     for line in data.decode(errors="replace").splitlines():
         mac, _, text = line.partition(" ")
         expected = hmac.new(key, f"{count} {text}".encode(), hashlib.sha256).hexdigest()
         if not hmac.compare_digest(mac.encode(), expected.encode()):
-            return
+            break
         entry = json.loads(text)
-        yield entry
+        entries.append(entry)
         count += 1
         if "finished" in entry:
             count, key = 0, hashlib.sha256(b"next " + key).digest()
+    return entries, key
 
 
 def read_bounded(path: Path, most: int) -> bytes:

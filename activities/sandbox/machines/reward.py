@@ -1,8 +1,9 @@
 """What a verifier's run says an answer is worth.
 
-Pure rules. A reward is read where the format has it, and then believed as far as the signed report bears it out: an
-answer is right only if every expected test was reported, and reported well. A claim that the report contradicts is
-tampering; a run without a reward is a broken verifier, and never a silent zero. Called by `Examiner`.
+Pure rules. A reward is read where the format has it, and then believed as far as the signed report and the verifier's
+script bear it out: an answer is right only if every expected test was reported, and reported well, and a number that
+the script never writes was written by somebody else. A claim that they contradict is tampering; a run without a reward
+is a broken verifier, and never a silent zero. Called by `Examiner`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from activities.sandbox.channel import Result
@@ -17,11 +19,12 @@ from activities.sandbox.machines.report import Reported
 from tasksets.base import Reads
 
 FULL = 1.0
-_SUMMARY = re.compile(r"^=*\s*short test summary info\s*=*\s*$", re.MULTILINE)
-_LINE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+SUMMARY = "short test summary info"
+_LINE = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 _GOOD = ("PASSED", "SKIPPED", "XFAIL")
 _COLOURS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 NAMED = 3
+CUT_OFF = "a session of its tests began and did not end"
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,29 @@ class Found:
 
 
 def find_reward(
-    reads: Reads, result: Result, files: dict[str, bytes], reported: Reported, expected: list[str]
+    reads: Reads,
+    result: Result,
+    files: dict[str, bytes],
+    reported: Reported,
+    expected: list[str],
+    rewards: Sequence[float] = (),
 ) -> Found:
-    """`files` are those of the verifier's logs, by name."""
+    """`files` are those of the verifier's logs, by name; `rewards` what its script can write, empty for anything."""
     claimed = _of_files(files) if reads is Reads.REWARD_FILE else _of_summary(result)
     if claimed.reward is None:
         return claimed
+    if rewards and claimed.reward not in rewards:
+        return Found(0.0, f"{claimed.words}, which its script never writes", tampered=True)
     missing, failed = reported.missing(expected), reported.failed(expected)
     if claimed.reward >= FULL and missing:
         return Found(0.0, f"not reported: {_some(missing)}, though {claimed.words}", tampered=True)
     if claimed.reward >= FULL and failed:
         return Found(0.0, f"failed: {_some(failed)}, though {claimed.words}", tampered=True)
-    if claimed.reward > 0 and missing:
-        return Found(0.0, f"not reported: {_some(missing)}; {claimed.words} counts for nothing")
+    if claimed.reward >= FULL and not reported.ended:
+        return Found(0.0, f"{CUT_OFF}, though {claimed.words}", tampered=True)
+    if claimed.reward > 0 and (missing or not reported.ended):
+        why = f"not reported: {_some(missing)}" if missing else CUT_OFF
+        return Found(0.0, f"{why}; {claimed.words} counts for nothing")
     return Found(claimed.reward, "; ".join(filter(None, [claimed.words, f"failed: {_some(failed)}" if failed else ""])))
 
 
@@ -62,7 +75,7 @@ def _of_files(files: dict[str, bytes]) -> Found:
 def _of_json(data: bytes) -> Found:
     try:
         rewards = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return Found(None, "reward.json is no JSON")
     if not isinstance(rewards, dict) or not rewards:
         return Found(None, "reward.json holds no rewards")
@@ -72,9 +85,11 @@ def _of_json(data: bytes) -> Found:
 
 
 def _number(value: object, where: str) -> Found:
+    if not isinstance(value, str | int | float):
+        return Found(None, f"{where} holds no number: {type(value).__name__}")
     try:
-        reward = float(value) if isinstance(value, str | int | float) else math.nan
-    except ValueError:
+        reward = float(value)
+    except (ValueError, OverflowError):
         reward = math.nan
     if not math.isfinite(reward):
         return Found(None, f"{where} holds no number: {str(value)[:40]!r}")
@@ -82,10 +97,13 @@ def _number(value: object, where: str) -> Found:
 
 
 def _of_summary(result: Result) -> Found:
-    """Of the last summary that pytest printed: each line must be well."""
+    """Of the last summary that pytest printed: each line must be well. Read line by line: the code under test prints
+    here too, and a pattern that goes over lines could take hours."""
     text = _COLOURS.sub("", (result.head + result.tail).decode(errors="replace")).replace("\r", "")
-    parts = _SUMMARY.split(text)
-    words = _LINE.findall(parts[-1]) if len(parts) > 1 else []
+    lines = text.split("\n")
+    headings = [number for number, line in enumerate(lines) if line.strip("= \t") == SUMMARY]
+    matches = [_LINE.match(line) for line in lines[headings[-1] :]] if headings else []
+    words = [match[1] for match in matches if match]
     if not words:
         return Found(None, "its output has no summary of tests")
     bad = sum(word not in _GOOD for word in words)

@@ -30,6 +30,12 @@ def _take_key() -> bytes:
     return key
 
 
+def _leave_key(key: bytes) -> None:
+    with open(os.path.join(FOLDER, "key.part"), "wb") as file:
+        file.write(key)
+    os.rename(os.path.join(FOLDER, "key.part"), os.path.join(FOLDER, "key"))
+
+
 class Reporter:
     """One session of pytest."""
 
@@ -37,6 +43,7 @@ class Reporter:
         self._key = key
         self._root = root
         self._count = 0
+        self.began = False
 
     def _write(self, entry: Any) -> None:
         text = json.dumps(entry, sort_keys=True)
@@ -60,12 +67,17 @@ class Reporter:
         if report.failed:
             self._write({"test": self._absolute(report.nodeid), "outcome": "error"})
 
+    def pytest_sessionstart(self) -> None:
+        self.began = True
+
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
         self._write({"finished": int(exitstatus), "count": self._count})
-        following = hashlib.sha256(b"next " + self._key).digest()
-        with open(os.path.join(FOLDER, "key.part"), "wb") as file:
-            file.write(following)
-        os.rename(os.path.join(FOLDER, "key.part"), os.path.join(FOLDER, "key"))
+        _leave_key(hashlib.sha256(b"next " + self._key).digest())
+
+    def pytest_unconfigure(self) -> None:
+        """What only told of itself, as `pytest --help`, had no session: the next one has this key."""
+        if not self.began:
+            _leave_key(self._key)
 
 
 def pytest_load_initial_conftests(early_config: Any) -> None:
