@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflowError, TimeoutError, TimeoutType
+from temporalio.exceptions import (
+    ActivityError,
+    ApplicationError,
+    ChildWorkflowError,
+    ServerError,
+    TimeoutError,
+    TimeoutType,
+)
 
 from workflows.contracts import FailureType, Outcome, StopReason, VerifyOutput
 
@@ -115,7 +122,8 @@ def stop_reason_of(error: BaseException, boundary: Boundary) -> tuple[StopReason
                 # Nothing of the agent's crosses to storage: a store that hangs is nobody else's doing.
                 overdue = StopReason.STORAGE_LOST if boundary is Boundary.STORAGE else StopReason.UNDETERMINED
                 return overdue, "it ran past its bound on a living worker"
-        elif not isinstance(cause, ActivityError | ChildWorkflowError):
+        # The server's own is a wrapper too: between attempts it keeps four kilobytes of a failure, cut, as its cause.
+        elif not isinstance(cause, ActivityError | ChildWorkflowError | ServerError):
             return StopReason.UNDETERMINED, f"{type(cause).__name__}: {cause}"
         cause = cause.__cause__
     return StopReason.UNDETERMINED, f"{type(error).__name__}: {error}"
