@@ -131,9 +131,9 @@ def find(opened: Session, *, name: str) -> ServedEvaluation | None:
     return opened.exec(select(ServedEvaluation).where(ServedEvaluation.workflow == name)).first()
 
 
-def resolve(opened: Session, *, name: str) -> ServedEvaluation:
-    """The evaluation of that id or workflow, or the newest result of the run of that name. Raises NotFound naming what
-    there is."""
+def resolve(opened: Session, *, name: str, other_than: str = "") -> ServedEvaluation:
+    """The evaluation of that id or workflow, or the newest result of the run of that name, the evaluation `other_than`
+    aside. Raises NotFound naming what there is."""
     if (row := find(opened, name=name)) is not None:
         return row
     if opened.get(Run, name) is None:
@@ -146,7 +146,26 @@ def resolve(opened: Session, *, name: str) -> ServedEvaluation:
     finished = [row for row in evaluations(opened, run=name) if row.fingerprint]
     if not finished:
         raise queries.NotFound(f"run {name!r} has no evaluation with a fingerprint; make one:\n{command(name)}")
-    return finished[-1]
+    if not (others := [row for row in finished if row.id != other_than]):
+        raise queries.NotFound(f"run {name!r} has no result other than {other_than}; make one:\n{command(name)}")
+    return others[-1]
+
+
+def pair(opened: Session, *, name: str, against: str) -> tuple[ServedEvaluation, ServedEvaluation]:
+    """Two results to compare, each as `resolve` has it; a run stands for its newest result that is not the other one.
+    Raises NotFound, also where both name the same, or one has not ended."""
+    by_run = find(opened, name=name) is None
+    second = resolve(opened, name=against, other_than="" if by_run else resolve(opened, name=name).id)
+    first = resolve(opened, name=name, other_than=second.id if by_run else "")
+    if first.id == second.id:
+        raise queries.NotFound(f"{name!r} and {against!r} are the same evaluation, {first.id}")
+    for row in (first, second):
+        if row.state != EvaluationState.FINISHED:
+            wait = f": `temporal workflow result --workflow-id {row.workflow}` waits for it"
+            raise queries.NotFound(
+                f"{row.id} has no result, it is {row.state}" + (wait if row.state == EvaluationState.RUNNING else "")
+            )
+    return first, second
 
 
 def published(opened: Session, *, run: str) -> list[int]:

@@ -50,22 +50,41 @@ class Loss(NamedTuple):
     """One of them, by id."""
 
 
+class LostAttempt(NamedTuple):
+    """One attempt that was lost, and where. `whole`: its image and tokens are recorded."""
+
+    boundary: str
+    place: str
+    row: Episode
+    whole: bool
+
+
 def losses(opened: Session, *, run: str, since: float = 0.0, until: float = float("inf")) -> list[Loss]:
     """Lost training attempts that ended between two moments, the place with the most first."""
+    ended = col(Episode.ended_at)
+    within = (col(Episode.kind) == EpisodeKind.TRAIN) & (ended >= since) & (ended <= until)
+    places: dict[tuple[str, str], list[LostAttempt]] = defaultdict(list)
+    for item in lost_attempts(opened, run=run, which=within):
+        places[item.boundary, item.place].append(item)
+    found = [_loss(*where, lost) for where, lost in places.items()]
+    return sorted(found, key=lambda loss: (-loss.attempts, loss.boundary, loss.place))
+
+
+def lost_attempts(opened: Session, *, run: str, which: ColumnElement[bool] | None = None) -> list[LostAttempt]:
+    """Every attempt that was lost, of training or evaluation, in the order of their ids. `which`: as in `doings`."""
     rows = opened.exec(
         select(Episode)
-        .where(Episode.run == run, Episode.kind == EpisodeKind.TRAIN, col(Episode.outcome).in_(LOST))
-        .where(Episode.ended_at >= since, Episode.ended_at <= until)
+        .where(Episode.run == run, col(Episode.outcome).in_(LOST), which if which is not None else true())
         .order_by(Episode.id)
     ).all()
     engines = set(opened.exec(select(EngineLoad.engine).where(EngineLoad.run == run).distinct()).all())
     turns = _turns(opened, [row.id for row in rows])
-    places: dict[tuple[str, str], list[Episode]] = defaultdict(list)
+    found = []
     for row in rows:
-        boundary = BOUNDARIES.get(row.stop_reason, UNKNOWN)
-        places[boundary, _place(row, boundary, turns[row.id], engines)].append(row)
-    found = [_loss(*where, lost, turns) for where, lost in places.items()]
-    return sorted(found, key=lambda loss: (-loss.attempts, loss.boundary, loss.place))
+        boundary, its = BOUNDARIES.get(row.stop_reason, UNKNOWN), turns[row.id]
+        whole = bool(row.image_id) and all(turn.segment for turn in its)
+        found.append(LostAttempt(boundary, _place(row, boundary, its, engines), row, whole))
+    return found
 
 
 def _turns(opened: Session, attempts: list[str]) -> dict[str, list[Turn]]:
@@ -90,10 +109,10 @@ def _place(row: Episode, boundary: str, turns: list[Turn], engines: set[str]) ->
     return next(name for name in found.groups() if name) if found else ""
 
 
-def _loss(boundary: str, place: str, lost: list[Episode], turns: dict[str, list[Turn]]) -> Loss:
-    whole = [row for row in lost if row.image_id and all(turn.segment for turn in turns[row.id])]
-    (why, _), *_ = Counter(row.why for row in lost).most_common(1)
-    example = max((whole or lost), key=lambda row: row.id).id
+def _loss(boundary: str, place: str, lost: list[LostAttempt]) -> Loss:
+    whole = [item for item in lost if item.whole]
+    (why, _), *_ = Counter(item.row.why for item in lost).most_common(1)
+    example = max((whole or lost), key=lambda item: item.row.id).row.id
     return Loss(boundary, place, len(lost), len(whole), why, example)
 
 

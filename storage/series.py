@@ -107,6 +107,20 @@ def publications(opened: Session, *, run: str) -> list[tuple[Publication, list[E
     return [(row, loads[row.version]) for row in rows]
 
 
+def slowest_load(loads: list[EngineLoad]) -> dict[str, float]:
+    """The parts of the proven load that took longest; empty where none is proven."""
+    proven = ({part: float(value) for part, value in load.seconds.items()} for load in loads if load.proven)
+    return max(proven, key=lambda parts: sum(parts.values()), default={})
+
+
+def publish_latency(row: Publication, loads: list[EngineLoad]) -> float:
+    """`weight_sync/publish_latency_s` of a version: seconds from the update's end to the proof of the slowest engine.
+
+    By the parts' own clocks: a row of a load says when the engine loaded it last, which may be much later."""
+    published = float(row.seconds.get("total", sum(row.seconds.values())))
+    return published + sum(slowest_load(loads).values())
+
+
 def outcomes(opened: Session, *, run: str) -> dict[str, dict[str, int]]:
     """Attempts by use and outcome, replaced ones too."""
     return _counted(opened, run, Episode.outcome)

@@ -56,7 +56,7 @@ def scalars(opened: Session, *, run: str) -> Iterator[Scalar]:
         for kind, value in sorted(row.by_kind.items()):
             yield Scalar(f"evaluation/by_kind/{kind}", float(value), row.version, row.ended_at)
     for item, loads in series.publications(opened, run=run):
-        latency = float(item.seconds.get("total", sum(item.seconds.values())))
+        latency = series.publish_latency(item, loads)
         yield Scalar("weight_sync/publish_latency_s", latency, item.version, item.published_at)
         if pauses := [load.pause_s for load in loads if load.proven]:
             yield Scalar("weight_sync/pause_s", fmean(pauses), item.version, item.published_at)

@@ -55,7 +55,13 @@ def weights(stack: Stack, run: str) -> list[str]:
 
 def seconds(stack: Stack, run: str) -> float:
     """How long a run took, by its own row."""
+    began, ended = span(stack, run)
+    return ended - began
+
+
+def span(stack: Stack, run: str) -> tuple[float, float]:
+    """When a run began and ended, unix time, by its own row."""
     with session(stack.database()) as opened:
         row = opened.get(Run, run)
         assert row is not None and row.ended_at is not None
-        return row.ended_at - row.started_at
+        return row.started_at, row.ended_at

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -27,13 +27,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from activities.generation.engine import EngineClient
 from activities.generation.harness import initial_messages
 from activities.generation.server import EngineSpec, routes_experts
-from activities.generation.serving import serve
+from activities.generation.serving import last_words, serve
 from activities.generation.transcript import Template
 from tasksets.shell import ShellTaskset
 from workers.stack.ports import free_ports
 from workers.stack.state import LOOPBACK, scratch_root
 from workflows.config import TrainingConfig
 from workflows.contracts import EngineInfo, Split
+from workflows.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from activities.training.engine import Trainer
 
 START_S = 600.0
+LOOK_EVERY_S = 0.5
 ENGINE = "align-e0"
 Say = Callable[[str], None]
 
@@ -176,13 +178,27 @@ async def _engine(model: Path, dtype: str, context_length: int) -> AsyncIterator
         client = EngineClient(EngineInfo(name=ENGINE, host="local", url=f"http://{LOOPBACK}:{port}"))
         try:
             spec = EngineSpec.of(str(model), context_length=context_length, dtype=dtype)
-            await serve(client, spec, home, wait_s=START_S)
+            await _while_it_lives(process, serve(client, spec, home, wait_s=START_S), home)
             yield client
         finally:
             await client.close()
             process.kill()
             process.wait()
             shutil.rmtree(scratch_root(home), ignore_errors=True)
+
+
+async def _while_it_lives(process: subprocess.Popen[bytes], starting: Awaitable[object], home: Path) -> None:
+    """Wait for the start. Raises EngineError with the errors of the engine's log as soon as the process has ended:
+    nobody starts it again."""
+    task = asyncio.ensure_future(starting)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=LOOK_EVERY_S)
+            if not task.done() and (code := process.poll()) is not None:
+                raise EngineError(f"the engine ended with code {code}: {last_words(home, ENGINE)}", retryable=False)
+        await task
+    finally:
+        task.cancel()
 
 
 # --- the trainer --------------------------------------------------------------------------------------------------

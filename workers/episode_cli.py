@@ -55,14 +55,17 @@ def episode(
 def _tell(settings: Settings, rows: EpisodeRows) -> EpisodePart:
     from storage.report.episode import tell
     from workers.parts import object_store
-    from workers.token_texts import model_texts, read_segments
+    from workers.token_texts import model_texts, read_segments, scores_of
     from workflows.contracts import Segment
 
     keys = {turn.turn: turn.segment for turn in rows.turns if turn.segment is not None}
-    segments = read_segments(object_store(settings), keys) if keys else {}
+    store = object_store(settings)
+    segments = read_segments(store, keys) if keys else {}
     words = any(isinstance(segment, Segment) for segment in segments.values())
     texts, note = model_texts(rows.model, settings.home_path / "models") if words else (None, "")
-    return tell(rows, segments, texts, ui=_ui(settings, rows), notes=[note] if note else [])
+    scores, unread = scores_of(store, rows.scores_key) if words and rows.scores_key else (None, "")
+    notes = [found for found in (note, unread) if found]
+    return tell(rows, segments, texts, scores=scores, ui=_ui(settings, rows), notes=notes)
 
 
 def _ui(settings: Settings, rows: EpisodeRows) -> str:

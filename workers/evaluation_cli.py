@@ -38,17 +38,15 @@ def evaluation(
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     with opened_lineage() as (opened, _):
-        first = evaluations.resolve(opened, name=name)
         if against:
-            second = evaluations.resolve(opened, name=against)
-            if first.id == second.id:
-                raise typer.BadParameter("names the same evaluation", param_hint="--against")
+            first, second = evaluations.pair(opened, name=name, against=against)
             compared = evaluation_parts.compared(opened, first, second)
             if as_json:
                 typer.echo(compared.model_dump_json(indent=2))
             else:
                 evaluation_terminal.render_comparison(compared, console)
             return
+        first = evaluations.resolve(opened, name=name)
         items = evaluation_parts.measured(opened, run=first.run)
         shown = evaluation_parts.with_tasks(opened, first)
         again = evaluations.another(opened, run=first.run, version=first.version)

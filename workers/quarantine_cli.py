@@ -187,12 +187,21 @@ def _order(opened: Session, row: Run, targets: list[Target]) -> QuarantineOrder:
     from workflows.contracts import QuarantineOrder
 
     held = {mark.target: one_line(mark.why) for mark in holding(opened, run=row.id) if mark.kind == TASK}
-    tasks = [target.id for target in targets if target.kind == TASK]
+    # A run admits no held-out task anyway, and must not count it among those that it trains on.
+    tasks = [target.id for target in targets if target.kind == TASK and not _held_out(opened, target.id)]
     return QuarantineOrder(
         tasks={_task_id(key): held[key][:WORDS] for key in tasks if key in held},
         released=[_task_id(key) for key in tasks if key not in held],
         groups=barred(opened, run=row.id),
     )
+
+
+def _held_out(opened: Session, key: str) -> bool:
+    from storage.tables import Task
+    from workflows.contracts import Split
+
+    row = opened.get(Task, key)
+    return row is not None and row.split == Split.HELD_OUT
 
 
 def _task_id(key: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.objects import MissingObject, ObjectStore
+from storage.scores import Scores, read_scores
 from workflows.contracts import Segment
 from workflows.errors import InvalidConfig, StorageError
 
@@ -44,6 +45,17 @@ def model_texts(model: str, models_dir: Path) -> tuple[ModelTexts | None, str]:
         return ModelTexts(Template.load(str(model_folder(model, models_dir)))), ""
     except InvalidConfig as error:
         return None, f"the run's tokenizer can't be read, so tokens are shown by their ids ({error})"
+
+
+def scores_of(store: ObjectStore, key: str) -> tuple[Scores | None, str]:
+    """(the trainer's log-probabilities of a batch, a note where they can't be read). A step of before they were kept,
+    or one that came to no scoring, has none."""
+    try:
+        return read_scores(store, key), ""
+    except MissingObject:
+        return None, ""
+    except (StorageError, ValueError) as error:
+        return None, f"the trainer's log-probabilities {key} can't be read: {str(error).splitlines()[0]}"
 
 
 def pieces(text: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:

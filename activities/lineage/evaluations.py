@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 MOST_EPISODES = 4096
 """Each is a child of the evaluation and takes up to nine events; Temporal ends a workflow at 51,200."""
 DEFAULT_TASKS = 48
-"""Where neither the request nor the run's configuration says how many."""
+"""At most, where neither the request nor the run's configuration says how many."""
 
 
 class EvaluationActivities:
@@ -117,10 +117,9 @@ class EvaluationActivities:
         config, mistakes = RunConfig.model_validate(row.config), list[str]()
         version, manifest = self._version(opened, run, request, weights, mistakes)
         taskset = request.taskset or config.taskset
-        tasks = request.tasks or config.evaluation.tasks or DEFAULT_TASKS
         limits = _limits(config, request).model_copy(update={"sandboxes": self._sandboxes})
         model = self._model(config, limits, mistakes)
-        self._tasks(taskset, tasks, mistakes)
+        tasks = self._tasks(taskset, request.tasks or config.evaluation.tasks, mistakes)
         samples = request.samples_per_task or config.evaluation.samples_per_task
         if tasks * samples > MOST_EPISODES:
             mistakes.append(
@@ -188,14 +187,17 @@ class EvaluationActivities:
             mistakes.append(f"serving.context_length: {limits.context_length} is above the model's {longest} positions")
         return folder
 
-    def _tasks(self, name: str, wanted: int, mistakes: list[str]) -> None:
+    def _tasks(self, name: str, wanted: int, mistakes: list[str]) -> int:
+        """How many tasks: those `wanted`, or for 0 as many as there are, up to the default."""
         try:
             held_out = len(self._open_taskset(name).ids(Split.HELD_OUT))
         except InvalidConfig as error:
             mistakes.append(f"taskset: {error}")
-            return
-        if wanted > held_out:
-            mistakes.append(f"tasks: {wanted}, but the taskset has {held_out} held-out tasks")
+            return wanted or DEFAULT_TASKS
+        count = wanted or min(DEFAULT_TASKS, held_out) or DEFAULT_TASKS
+        if count > held_out:
+            mistakes.append(f"tasks: {count}, but the taskset has {held_out} held-out tasks")
+        return count
 
     def _pick(self, opened: Session, name: str, seed: int, count: int) -> list[TaskRef]:
         """The first of the order that a run of this seed has, so that its own evaluations have the same tasks."""

@@ -11,8 +11,9 @@ from sqlmodel import Session, col, select
 
 from storage import evaluations, groups, queries, series
 from storage.finish_order import COMPARED, MEASURES, PREFIX
-from storage.policy_age import policy_age
+from storage.policy_age import policy_age, spanning
 from storage.report.evaluation_parts import apart, measured
+from storage.report.incidents import incidents
 from storage.report.limits import CostLimits, Limits, default_limits
 from storage.report.model import (
     TIME_PARTS,
@@ -26,9 +27,7 @@ from storage.report.model import (
     GpuHoursPart,
     GroupsPart,
     KindPart,
-    LoadPart,
     MemberPart,
-    PublicationPart,
     QuarantinePart,
     Report,
     StepPart,
@@ -41,6 +40,7 @@ from storage.report.model import (
 from storage.report.readiness import readiness
 from storage.report.rewards import rewards_part
 from storage.report.taskset import taskset_health
+from storage.report.weight_parts import LoadPart, PublicationPart, SpanningPart
 from storage.report.weights import policy_age_part, weight_troubles
 from storage.tables import Batch, BatchMember, EngineLoad, Episode, PolicyVersion, Publication, Replay, Run
 from storage.waiting import gpu_hours_waiting
@@ -104,10 +104,12 @@ def build_report(opened: Session, run: str, limits: Limits | None = None) -> Rep
         publications=publications,
         weight_troubles=weight_troubles(opened, run, over=row.ended_at is not None),
         policy_age=policy_age_part(age),
+        spanning=[SpanningPart(**item._asdict()) for item in spanning(opened, run=run)],
+        incidents=[],
         last_batches=[_batch(opened, batch) for batch in batches[-LAST_BATCHES:]],
     )
     answers = readiness(opened, report, config, limits or default_limits())
-    return report.model_copy(update={"readiness": answers})
+    return report.model_copy(update={"readiness": answers, "incidents": incidents(opened, report)})
 
 
 def _step(batch: Batch, size: series.BatchSize | None, more: dict[str, float]) -> StepPart:
@@ -147,17 +149,13 @@ def _finite(value: float | None) -> float | None:
 
 
 def _publication(row: Publication, loads: list[EngineLoad]) -> PublicationPart:
-    """A version's latency goes to the proof of the slowest engine, by the parts' own clocks: a row of a load says when
-    the engine loaded it last, which may be much later."""
-    slowest = max((load.seconds for load in loads if load.proven), key=lambda parts: sum(parts.values()), default={})
-    published = float(row.seconds.get("total", sum(row.seconds.values())))
     return PublicationPart(
         version=row.version,
         manifest=row.manifest,
         digest=row.digest,
         bytes=row.bytes,
-        publish_latency_s=published + sum(slowest.values()),
-        seconds=row.seconds | _in_engine(row, slowest),
+        publish_latency_s=series.publish_latency(row, loads),
+        seconds=row.seconds | _in_engine(row, series.slowest_load(loads)),
         published_at=row.published_at,
         loads=[
             LoadPart(

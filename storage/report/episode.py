@@ -8,80 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
-from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from sqlmodel import Session
 
 from storage import archive, queries
 from storage.report.parts import Part
+from storage.report.turns import Texts, TurnPart, told_turns
+from storage.scores import Scores, scores_key
 from storage.tables import Batch, BatchMember, Episode, PolicyVersion, Replay, Run, Task, Turn
 from workflows.contracts import Segment
-
-
-class Texts(Protocol):
-    """The words of a model's tokens."""
-
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """One piece per token, which make the text together; empty for a special token or half a character."""
-
-    def observation(self, answer: Segment, following: Segment) -> str:
-        """What the agent saw between two turns, without what the chat template puts around it."""
-
-
-class TokenPart(Part):
-    """One token. `logprob` is None where it was not sampled."""
-
-    id: int
-    text: str | None
-    """None where the model's tokenizer is gone."""
-    sampled: bool
-    """What the loss mask says: sampled tokens train, all others do not."""
-    version: int | None
-    logprob: float | None
-
-
-class SpanPart(Part):
-    """Sampled tokens in a row from one version. `first` is the first one's place among the turn's tokens."""
-
-    version: int
-    first: int
-    tokens: int
-    logprob_mean: float
-    logprob_min: float
-
-
-class TurnPart(Part):
-    turn: int
-    engine: str
-    min_version: int
-    max_version: int
-    prompt_tokens: int
-    cached_tokens: int
-    """Of the prompt, those that the engine had in its cache."""
-    sampled_tokens: int
-    finish_reason: str
-    action: str
-    """The start of the action."""
-    ran: bool
-    """Whether a command ran."""
-    exit_code: int | None
-    timed_out: bool
-    output_digest: str
-    generate_s: float
-    act_s: float
-    queue_s: float
-    segment: str | None
-    missing: str
-    """Why the tokens can't be shown; empty where they can."""
-    temperature: float | None
-    before: str | None
-    """What the agent saw before it answered: the prompt, or what its last command put out."""
-    text: str | None
-    """What was sampled."""
-    tokens: list[TokenPart]
-    spans: list[SpanPart]
 
 
 class UsePart(Part):
@@ -149,6 +85,8 @@ class EpisodeRows:
     uses: list[UsePart]
     versions: list[int]
     checkpoint: str
+    scores_key: str
+    """Where the trainer's log-probabilities of its tokens are; empty where it was in no batch."""
 
     @property
     def model(self) -> str:
@@ -173,6 +111,7 @@ def read_rows(opened: Session, episode: str) -> EpisodeRows:
         uses=uses,
         versions=versions,
         checkpoint=(batch.checkpoint if batch else "") or (made.checkpoint if made else ""),
+        scores_key=scores_key(row.run, batch.step, batch.fence) if batch and member else "",
     )
 
 
@@ -193,10 +132,12 @@ def tell(
     segments: Mapping[int, Segment | str],
     texts: Texts | None,
     *,
+    scores: Scores | None = None,
     ui: str = "",
     notes: Sequence[str] = (),
 ) -> EpisodePart:
-    """The whole. `segments`: by turn, its tokens or why there are none; `texts` is None where the tokenizer is gone."""
+    """The whole. `segments`: by turn, its tokens or why there are none; `texts` is None where the tokenizer is gone;
+    `scores` are those of the batch that the attempt trained."""
     row = rows.episode
     return EpisodePart(
         attempt_id=row.id,
@@ -209,7 +150,7 @@ def tell(
         checkpoint=rows.checkpoint,
         ui=ui,
         notes=list(notes),
-        turns=_turns(rows, segments, texts),
+        turns=told_turns(row.id, rows.turns, segments, texts, scores),
         **row.model_dump(include=set(EpisodePart.model_fields) - {"id"}),
     )
 
@@ -217,67 +158,3 @@ def tell(
 def _seconds(row: Episode) -> dict[str, float]:
     parts = {name: float(getattr(row, f"{name}_s")) for name in ("queue", "boot", "generate", "act", "verify")}
     return parts | {"all": row.ended_at - row.started_at}
-
-
-def _turns(rows: EpisodeRows, segments: Mapping[int, Segment | str], texts: Texts | None) -> list[TurnPart]:
-    found, before = [], None
-    for row in rows.turns:
-        segment = segments.get(row.turn, "the turn has no segment: its context was full")
-        tokens = _tokens(segment, texts) if isinstance(segment, Segment) else []
-        found.append(
-            TurnPart(
-                missing="" if isinstance(segment, Segment) else segment,
-                ran=row.exit_code is not None or row.timed_out or bool(row.output_digest),
-                temperature=segment.temperature if isinstance(segment, Segment) else None,
-                before=_before(segment, before, tokens, texts) if isinstance(segment, Segment) else None,
-                text=segment.text if isinstance(segment, Segment) else None,
-                tokens=tokens,
-                spans=_spans(tokens),
-                **row.model_dump(include=set(TurnPart.model_fields)),
-            )
-        )
-        before = segment if isinstance(segment, Segment) else None
-    return found
-
-
-def _before(segment: Segment, last: Segment | None, tokens: list[TokenPart], texts: Texts | None) -> str | None:
-    """What the agent saw first: of turn 0 the prompt, of a later one the observation where the turn before is there."""
-    if texts is None:
-        return None
-    if last is not None and any(segment.loss_mask) and last.token_ids:
-        return texts.observation(last, segment)
-    return "".join(token.text or "" for token in takewhile(lambda token: not token.sampled, tokens))
-
-
-def _tokens(segment: Segment, texts: Texts | None) -> list[TokenPart]:
-    pieces = texts.pieces(segment.token_ids) if texts is not None else [None] * len(segment.token_ids)
-    marks = zip(segment.token_ids, segment.loss_mask, segment.logprobs, segment.versions, pieces, strict=True)
-    return [
-        TokenPart(
-            id=token,
-            text=piece,
-            sampled=bool(mask),
-            version=version if mask else None,
-            logprob=logprob if mask else None,
-        )
-        for token, mask, logprob, version, piece in marks
-    ]
-
-
-def _spans(tokens: list[TokenPart]) -> list[SpanPart]:
-    found, place = [], 0
-    for version, group in groupby(tokens, key=lambda token: token.version):
-        part = list(group)
-        if version is not None:
-            logprobs = [token.logprob or 0.0 for token in part]
-            found.append(
-                SpanPart(
-                    version=version,
-                    first=place,
-                    tokens=len(part),
-                    logprob_mean=fmean(logprobs),
-                    logprob_min=min(logprobs),
-                )
-            )
-        place += len(part)
-    return found

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 
-from storage.report.episode import EpisodePart, TokenPart
-from storage.report.episode_terminal import command_words, facts, sampled_words
+from storage.report.episode import EpisodePart
+from storage.report.episode_terminal import command_words, facts, gap_words, sampled_words
 from storage.report.html import templates
+from storage.report.turns import TokenPart
 
 MOST_ROWS = 4000
 """Tokens of a turn up to which the page has a table of them as well."""
@@ -26,6 +27,7 @@ def render_episode_html(part: EpisodePart) -> str:
             part=part,
             facts=facts(part),
             sampled_words=sampled_words,
+            gap_words=gap_words,
             command_words=command_words,
             shade=shade,
             most_rows=MOST_ROWS,

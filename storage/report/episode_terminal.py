@@ -14,7 +14,8 @@ from rich.text import Text
 
 from storage.printable import one_line, printable
 from storage.report import words
-from storage.report.episode import EpisodePart, TokenPart, TurnPart, UsePart
+from storage.report.episode import EpisodePart, UsePart
+from storage.report.turns import TokenPart, TurnPart
 
 LABEL = 16
 DIGEST = 12
@@ -78,6 +79,8 @@ def _turn(turn: TurnPart, console: Console, *, tokens: bool) -> None:
         for span in turn.spans:
             place = f"tokens {span.first} to {span.first + span.tokens - 1}"
             _print(console, Text(f"  {place} by version {span.version}, logprob mean {span.logprob_mean:.2f}"))
+    if gaps := gap_words(turn):
+        _print(console, Text(f"  {gaps}", style="dim"))
     if tokens and turn.tokens:
         console.print(Padding(_tokens(turn.tokens), (0, 0, 0, 2)))
     failed = turn.exit_code not in (0, None) or turn.timed_out
@@ -93,6 +96,22 @@ def sampled_words(turn: TurnPart) -> str:
         f"{turn.sampled_tokens} tokens by {turn.engine or words.NONE} at version "
         f"{words.versions(turn.min_version, turn.max_version)} ({turn.finish_reason or 'not ended'}){numbers}; "
         f"{turn.cached_tokens} of {turn.prompt_tokens} prompt tokens from cache"
+    )
+
+
+def gap_words(turn: TurnPart) -> str:
+    """Example: `logprob gap to the trainer at version 3: mean 0.0004 nats, widest +0.0120 at token 17; the same
+    weights, so numerics alone`. Empty where nobody kept what the trainer gave them."""
+    gaps = [(token.gap, place) for place, token in enumerate(turn.tokens) if token.gap is not None]
+    if not gaps:
+        return ""
+    widest, place = max(gaps, key=lambda found: abs(found[0]))
+    mean = sum(abs(gap) for gap, _ in gaps) / len(gaps)
+    same = all(token.version == turn.trainer_version for token in turn.tokens if token.sampled)
+    cause = "the same weights, so numerics alone" if same else "other weights, so age and numerics"
+    return (
+        f"logprob gap to the trainer at version {turn.trainer_version}: mean {mean:.4f} nats, "
+        f"widest {widest:+.4f} at token {place}; {cause}"
     )
 
 
@@ -117,10 +136,15 @@ def _print(console: Console, text: Text) -> None:
 
 def _tokens(tokens: list[TokenPart]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("token", "id", "text", "trains", "version", "logprob"):
+    for name in ("token", "id", "text", "trains", "version", "logprob", "gap"):
         table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for place, token in enumerate(tokens):
         text = words.NONE if token.text is None else repr(printable(token.text))
-        marks = ("yes" if token.sampled else "", words.count(token.version), words.nats(token.logprob))
+        marks = (
+            "yes" if token.sampled else "",
+            words.count(token.version),
+            words.nats(token.logprob),
+            words.gap(token.gap),
+        )
         table.add_row(str(place), str(token.id), Text(text), *marks)
     return table

@@ -6,9 +6,10 @@ Seconds, bytes and shares (0 to 1) everywhere; None where there is nothing to sa
 from __future__ import annotations
 
 from storage.report.evaluation_parts import MeasuredPart
-from storage.report.parts import Part, QuestionPart
+from storage.report.parts import IncidentPart, Part, QuestionPart
 from storage.report.rewards import RewardsPart
 from storage.report.taskset import TasksetPart
+from storage.report.weight_parts import PolicyAgePart, PublicationPart, SpanningPart, WeightTroublePart
 
 TIME_PARTS = ("queue", "boot", "generate", "act", "verify", "other", "wait_for_siblings", "wait_for_batch")
 """Parts of the time to a trainable batch, as storage/waiting.py defines them."""
@@ -156,67 +157,6 @@ class VoidPart(Part):
     groups: int
 
 
-class LoadPart(Part):
-    """One engine's load of a version. `pause_s`: how long it made no token."""
-
-    engine: str
-    proven: bool
-    why: str
-    pause_s: float
-    seconds: dict[str, float]
-    cached_tokens_after: int
-    canary_max_abs: float
-    checked: int
-    """Tensors whose checksums in the engine were the manifest's."""
-
-
-class TryPart(Part):
-    """One try to publish a version or to bring it to an engine; WeightTry has the words of `part` and `ended`."""
-
-    part: str
-    began_at: float
-    seconds: float | None
-    """None while it goes on."""
-    ended: str
-    why: str
-
-
-class WeightTroublePart(Part):
-    """A version that was not published, or not proven by an engine, at the first try."""
-
-    version: int
-    engine: str
-    """Empty: its publication."""
-    tries: list[TryPart]
-    what: str
-    """What went wrong in which part, in words."""
-    ending: str
-    """How it ended, in words."""
-    settled: bool
-    """This version got there in the end, or a later one has."""
-
-
-class PolicyAgePart(Part):
-    """Published versions that an engine's weights were behind when it was asked, over answered requests of training."""
-
-    requests: dict[int, int]
-    """How many requests, by versions behind."""
-    mean: float | None
-    most: int | None
-
-
-class PublicationPart(Part):
-    version: int
-    manifest: str
-    digest: str
-    bytes: int
-    publish_latency_s: float
-    """From the update's end to the proof of the slowest engine."""
-    seconds: dict[str, float]
-    published_at: float
-    loads: list[LoadPart]
-
-
 class Summary(Part):
     """The figures that a person asks for first; means over the run's steps."""
 
@@ -335,4 +275,7 @@ class Report(Part):
     publications: list[PublicationPart]
     weight_troubles: list[WeightTroublePart]
     policy_age: PolicyAgePart
+    spanning: list[SpanningPart]
+    incidents: list[IncidentPart]
+    """What went wrong, in the order in which it began."""
     last_batches: list[BatchPart]

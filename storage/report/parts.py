@@ -43,3 +43,19 @@ class QuestionPart(Part):
     why: list[str]
     figures: list[FigurePart]
     details: list[DetailPart]
+
+
+class IncidentPart(Part):
+    """Something that went wrong in a run, by the time at which it began. Several that are alike are one."""
+
+    at: float
+    until: float
+    """When it was last seen; `at` for what has no length."""
+    what: str
+    where: str
+    """A place, a task, a batch or a version; empty where none is named."""
+    count: int
+    """Attempts, tries or groups, as `what` is of them."""
+    why: str
+    example: str
+    """An attempt, by id; empty where there is none."""

@@ -47,7 +47,7 @@ def _tables(report: Report) -> list[Table]:
     first = [_steps(report), _waits(report), _endings(report), _kinds(report), _failures(report)]
     first += [_quarantined(report), *reward_tables(report.rewards)]
     first.append(evaluations_table(report.evaluation.measured))
-    return [*first, _void(report), _publications(report), _weight_troubles(report)]
+    return [*first, _void(report), _publications(report), _weight_troubles(report), _incidents(report)]
 
 
 def _title(report: Report) -> Text:
@@ -111,7 +111,7 @@ def _headline(report: Report, console: Console) -> None:
         "short groups": f"{report.groups.short} closed, {words.share(means.short_share)} of a batch",
     }
     for name, value in lines.items():
-        console.print(Text(f"  {name:<24}", style="dim") + Text(printable(value)))
+        console.print(Text(f"  {name:<25}", style="dim") + Text(printable(value)))
 
 
 def _pool(report: Report) -> str:
@@ -279,4 +279,14 @@ def _weight_troubles(report: Report) -> Table:
     for item in last:
         where = Text(one_line(item.engine or "publication"))
         table.add_row(str(item.version), where, Text(one_line(item.what)), Text(one_line(item.ending)))
+    return table
+
+
+def _incidents(report: Report) -> Table:
+    shown, count = report.incidents[-words.MOST_INCIDENTS :], len(report.incidents)
+    title = "Incidents" + (f", the last {len(shown)} of {count}" if len(shown) < count else "")
+    table = _folding(title, "after start", "what", "where", "times", "why")
+    for item in shown:
+        where, why = Text(one_line(item.where) or words.NONE), Text(one_line(item.why) or words.NONE)
+        table.add_row(words.span(item, report.started_at), item.what, where, str(item.count), why)
     return table

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from storage.report.evaluation_parts import IntervalPart
 from storage.report.model import GpuHoursPart, SurplusPart
+from storage.report.parts import IncidentPart
 from storage.report.rewards import AffectedPart
 
+MOST_INCIDENTS = 50
+"""Those that terminal and page show, the last ones."""
 NONE = "–"  # noqa: RUF001 (an en dash is what a person expects for "no figure")
 
 
@@ -75,6 +78,11 @@ def nats(value: float | None) -> str:
     return NONE if value is None else f"{value + 0.0:.3f}"
 
 
+def gap(value: float | None) -> str:
+    """A difference of two log-probabilities."""
+    return NONE if value is None else f"{value + 0.0:+.4f}"
+
+
 def moment(value: float | None) -> str:
     return NONE if value is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(value))
 
@@ -95,6 +103,12 @@ def axis_clock(value: float) -> str:
     """A moment since the start, for an axis: `0:40`, `12:05`, and `3h05` from an hour on."""
     minutes, rest = divmod(round(value), 60)
     return f"{minutes // 60}h{minutes % 60:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def span(item: IncidentPart, started_at: float) -> str:
+    """When it was, after the run's start: `6:20`, `6:20 to 7:05`."""
+    first, last = (axis_clock(max(0.0, at - started_at)) for at in (item.at, item.until))
+    return first if first == last else f"{first} to {last}"
 
 
 def axis_small(value: float) -> str:
@@ -129,7 +143,8 @@ def gpu_hours(part: GpuHoursPart) -> str:
         return NONE
     causes = ", ".join(f"{name} {value:.3g}" for name, value in sorted(part.by_cause.items(), key=_largest) if value)
     cost = "" if part.cost is None else f", cost {part.cost:,.2f}"
-    return f"{part.waiting_on_env:.3g}" + (f" ({causes})" if causes else "") + f" of {part.gpus:g} GPUs{cost}"
+    gpus = "GPU" if part.gpus == 1 else "GPUs"
+    return f"{part.waiting_on_env:.3g}" + (f" ({causes})" if causes else "") + f" of {part.gpus:g} {gpus}{cost}"
 
 
 def _largest(item: tuple[str, float]) -> float:

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import Engine
 
 from storage.database import open_database, session
+from tests.postgres import PostgresServer
 from tests.storage.conftest import make_run
 from tests.storage.made_run import MadeRun
 
@@ -33,9 +34,25 @@ def healthy_file(tmp_path_factory: pytest.TempPathFactory, migrated: Path) -> Pa
     return path
 
 
+@pytest.fixture(scope="session")
+def healthy_copy(postgres_databases: PostgresServer) -> str:
+    """The URL of a database as `healthy_file`; to copy."""
+    url = postgres_databases.fresh()
+    engine = open_database(url)
+    with session(engine) as opened:
+        MadeRun(opened, mishaps=False).write()
+    engine.dispose()
+    return url
+
+
 @pytest.fixture
-def healthy(home: Path, database: Engine, healthy_file: Path) -> str:
+def healthy(home: Path, database: Engine, request: pytest.FixtureRequest) -> str:
     """The run of `healthy_file` in the test's own database."""
     database.dispose()
-    shutil.copy(healthy_file, str(database.url.database))
+    if database.dialect.name == "sqlite":
+        shutil.copy(request.getfixturevalue("healthy_file"), str(database.url.database))
+    else:
+        source: str = request.getfixturevalue("healthy_copy")
+        server: PostgresServer = request.getfixturevalue("postgres_databases")
+        server.copy(source, server.url(str(database.url.database)))
     return MadeRun.run

@@ -74,6 +74,7 @@ def told(said: str) -> EpisodePart:
         uses=[UsePart(batch="r/b1", step=1, state="void", reason=said, group="r/g0", advantage=None, replayed=False)],
         versions=[],
         checkpoint="",
+        scores_key="",
     )
     found: dict[int, Segment | str] = {0: made[0], 1: made[1], 2: said}
     return tell(rows, found, ModelTexts(template), ui="http://127.0.0.1:8233/x", notes=[said])

@@ -15,6 +15,8 @@ from activities.generation.transcript import Template
 from storage import queries
 from storage.database import session
 from storage.objects import ObjectStore
+from storage.report.words import NONE
+from storage.scores import Scores, scores_key, write_scores
 from storage.tables import Batch, BatchMember, PolicyVersion, Run
 from tests.conftest import S3
 from tests.generation.policies import CHATML, make_tokenizer
@@ -26,6 +28,7 @@ from workers.token_texts import pieces
 from workflows.contracts import EpisodeRecord, Segment, TurnRecord
 
 ATTEMPT = "r/g0/e1/a0"
+KEPT = scores_key("r", 5, 0)
 
 
 @dataclass
@@ -109,7 +112,7 @@ def test_every_token_can_be_seen_in_figures(recorded: Recorded) -> None:
     recorded.play()
     out = ratchet("episode", ATTEMPT, "--tokens").stdout
     lines = [line.split() for line in out.splitlines()]
-    assert ["'cat'", "yes", "3", "0.000"] in [line[-4:] for line in lines if line]
+    assert ["'cat'", "yes", "3", "0.000", NONE] in [line[-5:] for line in lines if line]
     told = json.loads(ratchet("episode", ATTEMPT, "--json").stdout)
     first = told["turns"][0]
     sampled = [token for token in first["tokens"] if token["sampled"]]
@@ -120,6 +123,38 @@ def test_every_token_can_be_seen_in_figures(recorded: Recorded) -> None:
     )
     assert [(span["version"], span["tokens"]) for span in first["spans"]] == [(3, 4), (4, len(sampled) - 4)]
     assert told["turns"][1]["before"] == "a cat"
+
+
+def test_the_gap_to_the_trainer_is_told_by_token_and_turn(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.play()
+    counts = [sum(Segment.model_validate_json(recorded.store.get(key)).loss_mask) for key in recorded.keys]
+    engine = [-0.05 * place for count in counts for place in range(count)]
+    engine[counts[0]] += 0.25
+    write_scores(recorded.store, KEPT, Scores(policy_version=4, logprobs={ATTEMPT: [engine], "r/g0/e2/a0": [[-1]]}))
+    path = tmp_path / "episode.html"
+    out, text = ratchet("episode", ATTEMPT, "--tokens", "--html", str(path)).stdout, path.read_text()
+    mean = 0.25 / counts[1]
+    assert "logprob gap to the trainer at version 4: mean 0.0000 nats" in out and "other weights, so age and" in out
+    assert re.search(rf"mean {mean:.4f} nats, widest \+0.2500 at token \d+; the same weights, so numerics alone", out)
+    assert ["'cat'", "yes", "3", "0.000", "+0.0000"] in [line.split()[-5:] for line in out.splitlines()]
+    assert text.count("gap +0.2500") == 1 and "<td>+0.2500</td>" in text and f"mean {mean:.4f} nats" in text
+    told = json.loads(ratchet("episode", ATTEMPT, "--json").stdout)
+    scored = [token["trainer_logprob"] for turn in told["turns"] for token in turn["tokens"] if token["sampled"]]
+    assert scored == pytest.approx(engine) and {turn["trainer_version"] for turn in told["turns"]} == {4}
+
+
+@pytest.mark.parametrize("scores", [{}, {ATTEMPT: [[-1.0]]}, {ATTEMPT: []}])
+def test_scores_of_other_tokens_are_not_shown(recorded: Recorded, scores: dict[str, list[list[float]]]) -> None:
+    recorded.play()
+    write_scores(recorded.store, KEPT, Scores(policy_version=4, logprobs=scores))
+    assert "logprob gap" not in ratchet("episode", ATTEMPT).stdout
+
+
+def test_scores_that_cannot_be_read_are_said_and_the_rest_is_shown(recorded: Recorded) -> None:
+    recorded.play()
+    recorded.store.put(KEPT, b"damaged")
+    out = ratchet("episode", ATTEMPT).stdout
+    assert f"the trainer's log-probabilities {KEPT} can't be read: " in out and "▌ Answer: 3" in out
 
 
 def test_the_page_shows_every_token_with_its_version_and_asks_nothing_of_anybody(

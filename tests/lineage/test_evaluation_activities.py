@@ -16,6 +16,7 @@ from storage.database import session
 from storage.objects import ObjectStore
 from storage.tables import EngineLease, Publication, Run, ServedEvaluation, Task
 from tasksets import open_taskset, pick
+from tests.workflows.known_tasks import write_tasks
 from workflows.contracts import (
     CloseEvaluationInput,
     EngineInfo,
@@ -120,6 +121,28 @@ async def test_a_request_may_name_weights_and_how_they_are_sampled_and_served(ev
     assert (plan.run, plan.version, len(plan.tasks), plan.seed, plan.concurrency) == ("past", 5, 4, 8, 2)
     assert (plan.limits.temperature, plan.limits.top_p, plan.limits.max_turns) == (0, 0.9, 2)
     assert (plan.dtype, plan.limits.context_length) == ("bfloat16", 256)
+
+
+async def test_where_nobody_says_how_many_tasks_a_small_taskset_is_played_whole(
+    evaluation: EvaluationActivities, database: Engine, tmp_path: Path
+) -> None:
+    """The command that a report gives for a run without evaluations says no number."""
+    folder = tmp_path / "few"
+    write_tasks(folder, "seen")
+    write_tasks(folder / "held_out", "one", "two")
+    config = CONFIG | {"taskset": str(folder), "evaluation": {"tasks": 0}}
+    with session(database) as opened:
+        opened.add(
+            Run(id="small", state="finished", config=config, mode="async", seed=3, policy_version=0, started_at=2)
+        )
+        opened.flush()
+        opened.add(
+            Publication(run="small", version=0, manifest=weights_key("past", 5), digest="d", bytes=1, published_at=2.0)
+        )
+    plan = await opened_with(evaluation, run="small")
+    assert sorted(task.task_id for task in plan.tasks) == ["one", "two"]
+    with pytest.raises(InvalidConfig, match="tasks: 3, but the taskset has 2 held-out tasks"):
+        await opened_with(evaluation, run="small", tasks=3)
 
 
 @pytest.mark.parametrize(

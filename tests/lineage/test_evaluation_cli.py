@@ -8,9 +8,11 @@ from pathlib import Path
 from sqlalchemy import Engine
 
 from storage.database import session
+from storage.tables import ServedEvaluation
 from tests.lineage.commands import ratchet
 from tests.storage.conftest import MakeRun
 from tests.storage.made_run import MadeRun
+from workflows.contracts import EvaluationState
 
 
 def test_a_run_is_told_by_its_newest_result_with_all_others(home: Path, make_run: MakeRun) -> None:
@@ -45,7 +47,29 @@ def test_two_are_compared(home: Path, make_run: MakeRun, database: Engine) -> No
     assert found["difference"]["low"] <= found["difference"]["mean"] <= found["difference"]["high"]
     said = ratchet(*argv).stdout
     assert "second less first" in said and "bfloat16" in said
-    assert "names the same evaluation" in ratchet(*argv[:3], "shell-demo/eval-v2", code=2).stderr
+    assert "are the same evaluation, shell-demo/eval-v2" in ratchet(*argv[:3], "shell-demo/eval-v2", code=1).stderr
+
+
+def test_a_run_stands_for_its_newest_result_that_is_not_the_other(
+    home: Path, make_run: MakeRun, database: Engine
+) -> None:
+    make_run(steps=2)
+    with session(database) as opened:
+        MadeRun(opened).measure("shell-demo/bf16", 2, 0.25, dtype="bfloat16")
+
+    def compared(*names: str) -> list[str]:
+        found = json.loads(ratchet("evaluation", names[0], "--against", names[1], "--json").stdout)
+        return [found[which]["id"] for which in ("first", "second")]
+
+    assert compared("shell-demo", "shell-demo/bf16") == ["shell-demo/eval-v2", "shell-demo/bf16"]
+    assert compared("shell-demo/bf16", "shell-demo") == ["shell-demo/bf16", "shell-demo/eval-v2"]
+    assert compared("shell-demo/eval-v0", "shell-demo") == ["shell-demo/eval-v0", "shell-demo/bf16"]
+    with session(database) as opened:
+        row = opened.get_one(ServedEvaluation, "shell-demo/bf16")
+        row.state, row.workflow = EvaluationState.RUNNING, "nightly"
+        opened.add(row)
+    said = ratchet("evaluation", "shell-demo/eval-v2", "--against", "shell-demo/bf16", code=1).stderr
+    assert "shell-demo/bf16 has no result, it is running: `temporal workflow result --workflow-id nightly`" in said
 
 
 def test_what_is_not_there_is_answered_with_what_is(home: Path, make_run: MakeRun) -> None:

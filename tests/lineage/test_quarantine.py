@@ -13,15 +13,16 @@ from sqlalchemy import Engine
 from sqlmodel import Session
 
 from storage.database import session
-from storage.quarantine import TASK, Target, put_mark
+from storage.quarantine import TASK, Target, find_task, put_mark
 from storage.report import build_report, render_html
-from storage.tables import Run
+from storage.tables import Run, Task
 from tests.lineage.commands import ratchet
 from tests.lineage.pages import Page
 from tests.storage import rows, wrong_rewards
 from tests.storage.conftest import MakeRun
 from tests.storage.troubles import RUN
-from workflows.contracts import RunState
+from workers.quarantine_cli import _order
+from workflows.contracts import RunState, Split
 
 TASK_ID = "shell/edit-1"
 
@@ -199,3 +200,17 @@ def test_thresholds_of_a_file_of_limits_decide(home: Path, make_run: MakeRun, da
     file.write_text("[audit]\nspeed = 60\n")
     assert "there is no limit audit.speed" in ratchet("audit", run, "--limits", str(file), code=1).stderr
     assert "no run 'x'" in ratchet("audit", "x", code=1).stderr
+
+
+def test_a_held_out_task_is_marked_and_no_run_counts_it_among_those_that_it_trains_on(
+    home: Path, make_run: MakeRun, database: Engine
+) -> None:
+    make_run(steps=1, state="running")
+    with session(database) as opened:
+        opened.get_one(Task, TASK_ID).split = Split.HELD_OUT
+    marked = json.loads(quarantine("--task", TASK_ID, "--json"))
+    assert [mark["target"] for mark in marked["marks"]] == [TASK_ID]
+    with session(database) as opened:
+        target = find_task(opened, task=TASK_ID, run=RUN)
+        order = _order(opened, opened.get_one(Run, RUN), [target])
+    assert order.tasks == {} and order.released == []

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,54 +22,23 @@ from storage.reading import open_to_read
 from storage.report import build_report
 from storage.report.limits import default_limits
 from storage.tables import BatchMember, Episode, Run, ServedEvaluation, Turn
+from tests.postgres import missing, postgres_server
 from tests.storage import rows, troubles, wrong_rewards
 from tests.storage.made_run import MadeRun
 from workflows.contracts import BatchWait, EvaluationState
 from workflows.errors import StorageError
 
 ROOT = Path(__file__).parents[2]
-SERVER, INITDB = shutil.which("postgres"), shutil.which("initdb")
 THREADS = 8
-
-
-def server_user() -> str | None:
-    """PostgreSQL refuses to run as root."""
-    if os.getuid() != 0:
-        return pwd.getpwuid(os.getuid()).pw_name
-    return "postgres" if any(entry.pw_name == "postgres" for entry in pwd.getpwall()) else None
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The URL of a fresh server that listens on a socket in its own folder; its schema is not there yet."""
-    user = server_user()
-    if not SERVER or not INITDB or not user:
-        pytest.skip("no PostgreSQL server on this machine")
-    folder = Path(tempfile.mkdtemp(prefix="ratchet-pg-"))
-    shutil.chown(folder, user)
-    subprocess.run(
-        [INITDB, "-D", folder / "data", "-A", "trust", "-U", "ratchet", "-N"],
-        user=user,
-        check=True,
-        capture_output=True,
-    )
-    server = subprocess.Popen(
-        [SERVER, "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"],
-        user=user,
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (folder / ".s.PGSQL.5432").exists():
-            assert time.monotonic() < deadline and server.poll() is None
-            time.sleep(0.05)
-        yield f"postgresql://ratchet@/postgres?host={folder}"
-    finally:
-        server.send_signal(signal.SIGINT)  # ends open sessions, which SIGTERM waits for
-        server.wait(30)
-        shutil.rmtree(folder)
+    """The URL of a fresh server; its schema is not there yet."""
+    if why := missing():
+        pytest.skip(why)
+    with postgres_server() as server:
+        yield server.url()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,9 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.generation.policies import save_policy
-from workers.align import ENGINE, Aligned, Options, align
+from workers.align import ENGINE, Aligned, Options, _while_it_lives, align
 from workers.align_cli import render
 from workers.cli import app
+from workflows.errors import EngineError
 
 
 @pytest.mark.engine
@@ -43,3 +48,21 @@ def test_what_can_not_be_compared_is_said_in_a_sentence(tmp_path: Path) -> None:
     save_policy(model, seed=0)
     wrong = CliRunner().invoke(app, ["align", "policy", "--dtypes", "fp8"], env={"RATCHET_HOME": str(tmp_path)})
     assert wrong.exit_code == 1 and "dtypes.0: Input should be 'float32' or 'bfloat16'" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise ValueError('no such layer')", "ended with code 1: ValueError: no such layer"),
+        ("print('out of memory', flush=True); import os; os.kill(os.getpid(), 9)", "ended with code -9: out of memory"),
+        ("pass", "ended with code 0:"),
+    ],
+)
+async def test_an_engine_that_dies_while_it_starts_is_said_at_once(tmp_path: Path, program: str, said: str) -> None:
+    path = tmp_path / "logs" / f"{ENGINE}.log"
+    path.parent.mkdir()
+    with path.open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=log, stderr=log)
+    with pytest.raises(EngineError, match=re.escape(said)):
+        await _while_it_lives(process, asyncio.Event().wait(), tmp_path)
+    process.wait()
