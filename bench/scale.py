@@ -124,10 +124,12 @@ class ScaleRun:
         return self._stack.home / f"{role}.ready"
 
     async def measure(self, client: Client, run: str, config: dict[str, object], pids: Mapping[str, int]) -> Spent:
-        """Play the run to its end."""
+        """Play the run to its end. Ends the command where it makes fewer steps than it was asked for."""
         before = {name: cpu_s(pid) for name, pid in pids.items()}
         began = time.monotonic()
-        await client.execute_workflow("TrainingRun", config, id=run, task_queue=Queue.CONTROL)
+        status = await client.execute_workflow("TrainingRun", config, id=run, task_queue=Queue.CONTROL)
+        if status["step"] != status["steps"]:
+            sys.exit(f"{run} ended at step {status['step']} of {status['steps']}: {status['reason']}")
         spent = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
         return Spent(time.monotonic() - began, spent)
 

@@ -88,6 +88,12 @@ class SimulatedWork:
         self._database = open_database(f"sqlite:///{folder / 'ratchet.db'}")
         self._turns = turns
         self._seconds = seconds
+        self._version = folder / "version"
+        """Holds what the engine serves, for both workers: what an older version made would be too stale to train."""
+
+    @property
+    def version(self) -> int:
+        return int(self._version.read_text()) if self._version.exists() else 0
 
     @activity.defn(name="generate")
     async def generate(self, message: GenerateInput) -> GenerateOutput:
@@ -107,6 +113,8 @@ class SimulatedWork:
             prompt_tokens=80 + 60 * message.turn,
             sampled_tokens=24,
             cached_tokens=64 * message.turn,
+            min_version=self.version,
+            max_version=self.version,
         )
 
     @activity.defn(name="acquire")
@@ -141,7 +149,7 @@ class SimulatedWork:
     @activity.defn(name=TELL)
     async def tell_group(self, group: GroupInput) -> GroupResult:
         """The rows of a whole group that no workflow played."""
-        records = [_told(group, index, self._turns) for index in range(group.group_size)]
+        records = [_told(group, index, self._turns, self.version) for index in range(group.group_size)]
         siblings = [
             EpisodeSummary(**{name: getattr(item, name) for name in EpisodeSummary.model_fields}) for item in records
         ]
@@ -175,6 +183,7 @@ class SimulatedWork:
 
     @activity.defn(name="apply")
     async def apply(self, message: ApplyInput) -> ApplyOutput:
+        self._version.write_text(str(message.version))
         return ApplyOutput(engine=message.engine.name, version=message.version, proven=True, pause_s=0.1)
 
     @staticmethod
@@ -188,7 +197,7 @@ def _reward(attempt_id: str) -> float:
     return float(int(attempt_id.split("/")[-2][1:]) % 2)
 
 
-def _told(group: GroupInput, index: int, turns: int) -> EpisodeRecord:
+def _told(group: GroupInput, index: int, turns: int, version: int) -> EpisodeRecord:
     episode = f"{group.group_id}/e{index}"
     attempt, reward = f"{episode}/a0", float(index % 2)
     return EpisodeRecord(
@@ -204,8 +213,8 @@ def _told(group: GroupInput, index: int, turns: int) -> EpisodeRecord:
         reward=reward,
         why="answered 'cedar'",
         image_id=f"sha256:{'0' * 64}",
-        min_version=0,
-        max_version=0,
+        min_version=version,
+        max_version=version,
         turns=[
             TurnRecord(turn=turn, segment=f"runs/{attempt}/t{turn}-1.json", engine=f"{HOST}-e0", output_digest="d" * 64)
             for turn in range(turns)

@@ -34,8 +34,12 @@ def folder(tmp_path: Path, migrated: Path) -> Path:
     return tmp_path
 
 
-async def test_a_run_carries_all_episodes_and_plays_its_share_of_them(temporal: Client, folder: Path) -> None:
-    run = unique("scale") + f"{MARK}4"
+@pytest.mark.parametrize(("episodes", "every"), [(64, 4), (512, 32)])
+async def test_a_run_carries_all_episodes_and_plays_its_share_of_them(
+    temporal: Client, folder: Path, episodes: int, every: int
+) -> None:
+    """The larger one has two steps: what an older version made would not train."""
+    run = unique("scale") + f"{MARK}{every}"
     lineage = lineage_activities(folder)
     served = [*methods(lineage), *methods(RunControlActivities(temporal))]
     served += methods(SimulatedWork(folder, turns=TURNS, seconds=0.0))
@@ -45,13 +49,15 @@ async def test_a_run_carries_all_episodes_and_plays_its_share_of_them(temporal: 
         Worker(temporal, task_queue=Queue.TRAINING, activities=served),
         Worker(temporal, task_queue=engine_queue(HOST), activities=served),
     ):
-        status = await temporal.execute_workflow("TrainingRun", scale.run_config(64), id=run, task_queue=Queue.CONTROL)
+        status = await temporal.execute_workflow(
+            "TrainingRun", scale.run_config(episodes), id=run, task_queue=Queue.CONTROL
+        )
         histories = await scale._histories(temporal, run)
-    assert status["state"] == RunState.FINISHED
+    assert (status["state"], status["step"]) == (RunState.FINISHED, max(1, episodes // 256))
     with session(open_database(f"sqlite:///{folder / 'ratchet.db'}")) as opened:
         counts = [opened.exec(select(func.count()).select_from(table)).one() for table in (GroupRow, Episode, Turn)]
         members = opened.exec(select(func.count()).select_from(BatchMember)).one()
         played = opened.exec(select(func.count()).where(col(Episode.why).contains("check: exit 0"))).one()
-    assert counts == [8, 64, 64 * TURNS]
-    assert (members, played) == (64, 16)
+    assert counts == [episodes // 8, episodes, episodes * TURNS]
+    assert (members, played) == (episodes, episodes // every)
     assert histories["episode_events"] > 12 * TURNS
