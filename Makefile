@@ -13,13 +13,14 @@ export TOKENIZERS_PARALLELISM ?= false
 # Dozens of processes load the same modules: compiled once, they take half the time to be collected by pytest.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo chaos test machines drills check down clean audit
+.PHONY: help setup demo chaos test postgres machines drills check down clean audit
 
 help:
 	@echo "make setup                         the virtual environment and Docker"
 	@echo "make demo [MODEL=tiny|smollm2] [SEED=0]   a whole training run on this machine"
 	@echo "make check                         lint, format, types, layers"
 	@echo "make test                          all tests"
+	@echo "make postgres                      the tests of the database, its reports and commands, on PostgreSQL"
 	@echo "make audit                         known vulnerabilities of the packages in use; needs the network"
 	@echo "make machines                      the tests of Harbor and Terminal-Bench tasks, and the exploit drills"
 	@echo "make drills                        two sandbox hosts of which one dies, tasks with services, agent programs"
@@ -38,7 +39,7 @@ demo: setup
 
 # 20 minutes of hits on a real run, after the same run undisturbed.
 chaos: setup
-	CHAOS_STEPS=$${CHAOS_STEPS:-140} CHAOS_EVERY=$${CHAOS_EVERY:-20} CHAOS_HITS=$${CHAOS_HITS:-60} CHAOS_MOST=100000 \
+	CHAOS_STEPS=$${CHAOS_STEPS:-110} CHAOS_EVERY=$${CHAOS_EVERY:-20} CHAOS_HITS=$${CHAOS_HITS:-60} CHAOS_MOST=100000 \
 	  CHAOS_RATIO=$${CHAOS_RATIO:-0.8} CHAOS_ENGINES=$${CHAOS_ENGINES:-2} $(BIN)/pytest tests/chaos -s
 
 check: $(INSTALLED)
@@ -56,6 +57,10 @@ audit: $(INSTALLED)
 test: setup
 	$(BIN)/pytest -m "not e2e and not machines and not drills" -n 3 --dist loadscope --no-loadscope-reorder
 	$(BIN)/pytest -m e2e
+
+# The same tests as with SQLite. Needs PostgreSQL's server programs, postgres and initdb, in PATH.
+postgres: setup
+	RATCHET_TEST_DATABASE=postgresql $(BIN)/pytest tests/storage tests/lineage
 
 # The public task formats and the exploit drills, on a Debian that is made here first: 10 minutes or so.
 machines: setup
