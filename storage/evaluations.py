@@ -288,9 +288,10 @@ def stale(row: ServedEvaluation, now: Now | None, newest: ServedEvaluation | Non
     return changes(settings_of(row.fields), reference)
 
 
-def command(run: str, *, version: int | None = None, workflow_id: str = "") -> str:
-    """The command that makes another evaluation."""
-    wanted = json.dumps({"run": run} | ({} if version is None else {"version": version}))
+def command(run: str, *, version: int | None = None, samples: int | None = None, workflow_id: str = "") -> str:
+    """The command that makes another evaluation; what is None is left to the run's configuration."""
+    fields = {"run": run, "version": version, "samples_per_task": samples}
+    wanted = json.dumps({name: value for name, value in fields.items() if value is not None})
     name = shlex.quote(workflow_id or f"{run}/eval-1")
     return (
         f"temporal workflow start --task-queue episodes --type Evaluation --workflow-id {name}"
@@ -298,8 +299,9 @@ def command(run: str, *, version: int | None = None, workflow_id: str = "") -> s
     )
 
 
-def another(opened: Session, *, run: str, version: int | None = None) -> str:
-    """`command` with an id that is not taken."""
+def another(opened: Session, *, run: str, like: ServedEvaluation | None = None) -> str:
+    """`command` with an id that is not taken. `like`: of its version, with as many samples."""
     taken = {row.workflow for row in evaluations(opened, run=run)}
     number = next(number for number in range(1, len(taken) + 2) if f"{run}/eval-{number}" not in taken)
-    return command(run, version=version, workflow_id=f"{run}/eval-{number}")
+    version, samples = (like.version, like.samples_per_task) if like is not None else (None, None)
+    return command(run, version=version, samples=samples, workflow_id=f"{run}/eval-{number}")

@@ -49,7 +49,7 @@ def evaluation(
         first = evaluations.resolve(opened, name=name)
         items = evaluation_parts.measured(opened, run=first.run)
         shown = evaluation_parts.with_tasks(opened, first)
-        again = evaluations.another(opened, run=first.run, version=first.version)
+        again = evaluations.another(opened, run=first.run, like=first)
     if as_json:
         typer.echo(shown.model_dump_json(indent=2))
     else:
