@@ -4,13 +4,14 @@ For each size of model, each channel and each plan for what is in flight: one op
 learning rate, the publication by the real activity, the load by the real loader on both engines at once, while eight
 requests are always in flight on each. Printed beside a plain restart of an engine with the new weights, as people do
 it. The last line is JSON; per size `pause_share` (median pause over publish latency, channel s3, full set),
-`restart_over_pause`, `delta_share` and `adapter_share` (bytes of a delta, and of an adapter of rank 16, over those of
+`restart_over_pause`, `restart_over_slice`, `delta_share` and `adapter_share` (bytes of a delta, and of an adapter of rank 16, over those of
 the full set, bfloat16).
 
 - bytes: what was uploaded or handed out for the version.
-- latency: from the end of the update to the last engine's proof; export, delta, upload, download, load, prove are its
-  parts, the longest of the engines.
-- pause: how long an engine made no token, the longer of the two.
+- latency: from the end of the update to the last engine's proof; export, delta, upload, download, prepare, load, prove
+  are its parts, the longest of the engines.
+- pause: how long an engine made no token for the exchange, the longer of the two. slice: the longest that it made none
+  while it made the weights ready before, between two of its steps.
 - lost: sampled tokens that were thrown away. dip: how much slower the engines were while the version came to them.
 """
 
@@ -64,7 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "direct": {"weight_channel": "direct", "publication": {"store_every": 1000}},
     "colocated": {"weight_channel": "colocated", "mode": "sync", "publication": {"store_every": 1000}},
 }
-ENGINE_PARTS = ("download", "drain", "load", "prove")
+ENGINE_PARTS = ("download", "prepare", "drain", "load", "prove", "slice")
 PARTS = ("export", "delta", "upload", "offer", *ENGINE_PARTS)
 
 
@@ -252,6 +253,7 @@ async def measure(size: float, options: argparse.Namespace) -> tuple[list[Sequen
             full = [found["s3, full", plan] for plan in plans]
             ratios["pause_share"] = median(item["pause"] / item["latency"] for item in full)
             ratios["restart_over_pause"] = restart_s / median(item["pause"] for item in full)
+            ratios["restart_over_slice"] = restart_s / max(1e-9, median(item["slice"] for item in full))
         else:
             full_mb = found["s3, full", InFlight.KEEP]["MB"]
             ratios["delta_share"] = found["s3, delta", InFlight.KEEP]["MB"] / full_mb

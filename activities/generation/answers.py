@@ -28,6 +28,15 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+class Prepared(NamedTuple):
+    """Weights that an engine made ready for its kernels, or not."""
+
+    why: str
+    """Why it can't: a device that packs nothing, another kind of model, too little memory; they are loaded in place."""
+    slice_s: float
+    """The longest time for which it made no token for that."""
+
+
 class Checksums(NamedTuple):
     """Of weights as an engine has them, by activities/publication/checksums.py."""
 

@@ -16,7 +16,15 @@ from typing import Any
 import httpx
 
 from activities.generation.affinity import Affinity
-from activities.generation.answers import Checksums, Generation, read_cached, read_generation, readable, refused
+from activities.generation.answers import (
+    Checksums,
+    Generation,
+    Prepared,
+    read_cached,
+    read_generation,
+    readable,
+    refused,
+)
 from activities.generation.pressure import Pressure
 from activities.generation.server import SERVED_NAME
 from workflows.contracts import EngineInfo, InFlight, KvPlan, parse_policy_label
@@ -172,6 +180,27 @@ class EngineClient:
         """End every request in flight: their answers are an EngineError for whoever waits."""
         await self._call("POST", "/abort_requests", json={})
 
+    async def prepare(self, **weights: str) -> Prepared:
+        """Make weights ready in the engine's memory for `exchange` while it goes on: those below `path` on its machine,
+        or the staged ones of sha256 `digest`."""
+        while True:
+            answers = await self._rpcs("ratchet_prepare", **weights)
+            with self._reading():
+                why = next((str(item["why"]) for item in answers if item["why"]), "")
+                if why or all(item["ready"] for item in answers):
+                    return Prepared(why, max(float(item["longest_s"]) for item in answers))
+
+    async def exchange(self, **weights: str) -> None:
+        """Exchange the weights of the paused engine for those that `prepare` made ready."""
+        for answer in await self._rpcs("ratchet_exchange", **weights):
+            with self._reading():
+                if why := str(answer["why"]):
+                    raise EngineError(f"{self.info.name}: no weights to exchange: {why}")
+
+    async def forget(self) -> None:
+        """Give the memory back of what was staged or made ready."""
+        await self._rpc("ratchet_forget")
+
     async def reload(self, folder: str) -> None:
         """Load the weights below `folder`, a path on the engine's machine, into the paused engine."""
         await self._rpc("ratchet_reload", path=folder)
@@ -179,7 +208,7 @@ class EngineClient:
     async def stage(self, source: str, *, digest: str, size: int, bytes_per_s: float = 0) -> None:
         """Begin to bring weights into the engine's memory while it goes on: from `source`, which `offers.fetch` names,
         `size` bytes of sha256 `digest`. What was staged before is forgotten."""
-        await self._rpc("ratchet_forget")
+        await self.forget()
         await self._call("POST", "/start_weight_update")
         info = {"source": source, "digest": digest, "size": size, "bytes_per_s": bytes_per_s}
         await self._call("POST", "/update_weights", json={"update_info": info})
@@ -252,11 +281,15 @@ class EngineClient:
         return policy is not None and policy[2]
 
     async def _rpc(self, method: str, **arguments: str | int) -> dict[str, Any]:
+        return (await self._rpcs(method, **arguments))[0]
+
+    async def _rpcs(self, method: str, **arguments: str | int) -> list[dict[str, Any]]:
+        """What each of the engine's workers answers; at least one does."""
         body = {"method": method, "kwargs": arguments}
         answer = await self._call("POST", "/collective_rpc", json=body, read_s=CONTROL_S)
         with self._reading():
-            first: dict[str, Any] = answer["results"][0]
-            return first
+            results: list[dict[str, Any]] = [dict(item) for item in answer["results"]]
+            return [results[0], *results[1:]]
 
     def _reading(self) -> AbstractContextManager[None]:
         return readable(self.info.name)

@@ -1,12 +1,12 @@
 """Brings one engine to a version: verified weights, a short pause, a proof, and only then the label that routing reads.
 
 Weights come as files from the object store, or from the trainer's machine into the engine's memory, as the manifest
-says; both are on the engine's machine and verified before the pause. The label goes `<run>:<old>` -> `<run>:<new>?` ->
-`<run>:<new>`, with `<run>:<old>~` before them while requests in flight are to finish. A load that fails, or that nobody
-saw the end of, is disowned: the label becomes nobody's, requests in flight are aborted, and it stays so for longer than
-any answer waits for its proof, so that no token made meanwhile can pass for proven. Each try is a row from its first
-part on (storage/weight_tries.py), also one that nobody sees the end of. Called by the `apply` activity and by the
-keeper, one at a time.
+says; before the pause they are on the engine's machine, verified, and where it can made ready for its kernels. The
+label goes `<run>:<old>` -> `<run>:<new>?` -> `<run>:<new>`, with `<run>:<old>~` before them while requests in flight
+are to finish. A load that fails, or that nobody saw the end of, is disowned: the label becomes nobody's, requests in
+flight are aborted, and it stays so for longer than any answer waits for its proof, so that no token made meanwhile can
+pass for proven. Each try is a row from its first part on (storage/weight_tries.py), also one that nobody sees the end
+of. Called by the `apply` activity and by the keeper, one at a time.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class EngineLoader:
         manifest = await asyncio.to_thread(read_manifest, self._store, message.manifest)
         if manifest.version != message.version or manifest.canary is None:
             raise StorageError(f"{message.manifest}: not version {message.version} with a canary", retryable=False)
-        async with self._supply.at_hand(manifest, Path(spec.model), tried) as exchange:
-            downloaded = time.monotonic()
+        async with self._supply.at_hand(manifest, Path(spec.model), tried) as (exchange, prepare_s, slice_s):
+            at_hand = time.monotonic()
             tried.at(SWAP)
             plan = message
             if not _settled(label):
@@ -197,9 +197,11 @@ class EngineLoader:
             proven=not why,
             pause_s=pause_s,
             seconds={
-                "download": downloaded - started,
+                "download": at_hand - started - prepare_s,
+                "prepare": prepare_s,
+                "slice": slice_s,
                 "drain": drain_s,
-                "load": swapped - downloaded - drain_s,
+                "load": swapped - at_hand - drain_s,
                 "prove": time.monotonic() - swapped,
             },
             cached_tokens_after=shown.cached_tokens,

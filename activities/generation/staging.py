@@ -29,7 +29,7 @@ class Staging:
     """One set of weights: begun with the object, `ready` once verified, or `failed` with the reason."""
 
     def __init__(self, source: str, digest: str, size: int, bytes_per_s: float = 0.0) -> None:
-        self._source, self.digest, self._size, self._bytes_per_s = source, digest, size, bytes_per_s
+        self._source, self.digest, self.size, self._bytes_per_s = source, digest, size, bytes_per_s
         self._buffer: bytearray | mmap.mmap | None = None
         self._dropped = threading.Event()
         self.failed = ""
@@ -75,9 +75,9 @@ class Staging:
             answer = connection.getresponse()
             if answer.status != 200:
                 raise ValueError(f"{self._source} answers {answer.status} {answer.reason}")
-            buffer, digest, filled = bytearray(self._size), hashlib.sha256(), 0
+            buffer, digest, filled = bytearray(self.size), hashlib.sha256(), 0
             view, began = memoryview(buffer), time.monotonic()
-            while filled < self._size and (count := answer.readinto(view[filled : filled + PIECE])):
+            while filled < self.size and (count := answer.readinto(view[filled : filled + PIECE])):
                 digest.update(view[filled : filled + count])
                 filled += count
                 self._hold_back(filled, began)
@@ -93,8 +93,8 @@ class Staging:
             raise ValueError("not wanted any more")
 
     def _verify(self, size: int, digest: str) -> None:
-        if size != self._size or digest != self.digest:
-            raise ValueError(f"{size} bytes of sha256 {digest[:12]}, not {self._size} of {self.digest[:12]}")
+        if size != self.size or digest != self.digest:
+            raise ValueError(f"{size} bytes of sha256 {digest[:12]}, not {self.size} of {self.digest[:12]}")
 
 
 def _connection(source: str) -> http.client.HTTPConnection:

@@ -5,9 +5,10 @@ from the trainer's machine into the engine's memory, as the manifest says. Calle
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +20,28 @@ from activities.publication.manifest import Manifest
 from activities.publication.offers import Offers
 from storage.weight_tries import Trying
 from workflows.contracts import WeightChannel
-from workflows.errors import StorageError
+from workflows.errors import EngineError, StorageError
 
-FETCH, STAGE = "fetch", "stage"
-"""Parts of a load: files come to this machine, or weights into the engine's memory."""
+FETCH, STAGE, PREPARE = "fetch", "stage", "prepare"
+"""Parts of a load: files come to this machine, or weights into the engine's memory; they are made ready there."""
 STAGED_EVERY_S = 0.02
 STAGE_S = 540.0
 """How long weights may take from the trainer's machine."""
 
 Exchange = Callable[[], Coroutine[Any, Any, None]]
 """Exchanges the weights of the paused engine for others that wait for it."""
+
+log = logging.getLogger(__name__)
+
+
+class AtHand(NamedTuple):
+    """Weights that wait for the engine's pause."""
+
+    exchange: Exchange
+    prepare_s: float
+    """For how long the engine, which went on, made them ready."""
+    slice_s: float
+    """The longest that it made no token for that."""
 
 
 class OfferSource(NamedTuple):
@@ -50,7 +63,7 @@ class Supply:
         self._offers = offers
 
     @asynccontextmanager
-    async def at_hand(self, manifest: Manifest, model: Path, tried: Trying) -> AsyncIterator[Exchange]:
+    async def at_hand(self, manifest: Manifest, model: Path, tried: Trying) -> AsyncIterator[AtHand]:
         """The manifest's weights, verified, on this machine. `model` is the folder that the engine was started with.
 
         Raises what WeightsCache.verified raises, and StorageError (retryable) where the trainer's machine does not hand
@@ -64,10 +77,37 @@ class Supply:
                     raise
                 tried.at(FETCH)
             else:
-                yield partial(self._client.swap, manifest.weights_file.sha256)
+                digest = manifest.weights_file.sha256
+                async with self._prepared(tried, partial(self._client.swap, digest), digest=digest) as at_hand:
+                    yield at_hand
                 return
-        async with self._weights.verified(manifest, model) as (folder, _):
-            yield partial(self._client.reload, str(folder))
+        async with (
+            self._weights.verified(manifest, model) as (folder, _),
+            self._prepared(tried, partial(self._client.reload, str(folder)), path=str(folder)) as at_hand,
+        ):
+            yield at_hand
+
+    @asynccontextmanager
+    async def _prepared(self, tried: Trying, in_place: Exchange, **weights: str) -> AsyncIterator[AtHand]:
+        """Made ready before the pause where the engine can; otherwise they are loaded `in_place` in it."""
+        began, waits = time.monotonic(), True
+
+        async def exchange() -> None:
+            nonlocal waits
+            await self._client.exchange(**weights)
+            waits = False
+
+        tried.at(PREPARE)
+        try:
+            why, slice_s = await self._client.prepare(**weights)
+            if why:
+                log.info("%s: weights are loaded in its pause: %s", self._client.info.name, why)
+                waits = False
+            yield AtHand(in_place if why else exchange, time.monotonic() - began, slice_s)
+        finally:
+            if waits:
+                with suppress(EngineError):
+                    await self._client.forget()
 
     async def _stage(self, manifest: Manifest, model: Path) -> None:
         check_tensors(manifest.tensors, manifest.tensors, model)

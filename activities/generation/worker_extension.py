@@ -1,9 +1,10 @@
-"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, checksums of what was loaded, a way for
-weights from the trainer's memory (staged_transfer.py), and on CPU the experts that a request's tokens went through.
+"""What Ratchet adds to vLLM's worker: a weight reload that reaches every copy, one that is made ready before the pause
+(twin.py), checksums of what was loaded, a way for weights from the trainer's memory (staged_transfer.py), and
+on CPU the experts that a request's tokens went through.
 
 Runs inside vLLM's process (`--worker-extension-cls`); its methods are called by name through `/collective_rpc`, by
-EngineClient and nobody else. The caller has verified the files and paused the engine: a broken file here would take the
-whole server down.
+EngineClient and nobody else. The caller has verified the files and, for a reload and an exchange, paused the engine: a
+broken file here would take the whole server down.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from activities.generation.copies import renew_copies
 from activities.generation.routing_capture import RoutingCapture
 from activities.generation.serving_facts import serving_facts
+from activities.generation.twin import Twin
 from activities.publication.checksums import Received, checksums_of_model, remember
 from activities.publication.tensors import tensors_below
 
 TRANSFER = "ratchet"
 """Name of our weight-transfer backend in vLLM."""
+SLICE_S = 0.05
+"""For how long a call may keep the engine from its next step while weights are made ready."""
 
 WeightTransferEngineFactory.register_engine(TRANSFER, "activities.generation.staged_transfer", "StagedTransfer")
 
@@ -33,9 +37,52 @@ class WorkerExtension:
     weight_transfer_engine: Any
     _weight_update_active: bool
     _ratchet_routing: RoutingCapture | None
+    _ratchet_twin: tuple[Twin, Received] | None = None
+
+    def ratchet_prepare(self, path: str = "", digest: str = "") -> dict[str, Any]:
+        """`{"ready": bool, "why": why it never will be, "longest_s": of the calls so far}`: go on making ready the
+        safetensors below `path`, or the staged weights of that sha256, for ratchet_exchange. Others that were being
+        made ready are forgotten."""
+        try:
+            twin, received = self._twin_of(path, digest)
+            if not twin.ready and twin.more(SLICE_S):
+                received.loaded()
+        except Exception as error:
+            # Whatever it is, the engine serves on, and its caller loads the weights in place.
+            self._ratchet_twin = None
+            return {"ready": False, "why": str(error) or type(error).__name__, "longest_s": 0.0}
+        return {"ready": twin.ready, "why": "", "longest_s": twin.longest_s}
+
+    def ratchet_exchange(self, path: str = "", digest: str = "") -> dict[str, Any]:
+        """`{"why": why not}`: exchange the model's weights for those that are ready."""
+        if self._ratchet_twin is None:
+            return {"why": "none are made ready"}
+        twin, received = self._ratchet_twin
+        if twin.key != (path or digest) or not twin.ready:
+            return {"why": "these are not ready"}
+        twin.exchange()
+        remember(self.model_runner.get_model(), received)
+        self.ratchet_forget()
+        return {"why": ""}
+
+    def _twin_of(self, path: str, digest: str) -> tuple[Twin, Received]:
+        if self._ratchet_twin is None or self._ratchet_twin[0].key != (path or digest):
+            self._ratchet_twin = None
+            received, staging = Received(), self.weight_transfer_engine.staging
+            if path:
+                tensors = tensors_below(Path(path))
+                size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+            elif staging is not None and staging.ready and staging.digest == digest:
+                tensors, size = staging.tensors(), staging.size
+            else:
+                raise ValueError("they are not staged")
+            model = self.model_runner.get_model()
+            self._ratchet_twin = Twin(path or digest, model, received.passing(tensors), size), received
+        return self._ratchet_twin
 
     def ratchet_reload(self, path: str) -> dict[str, Any]:
         """Load the safetensors below `path` in place."""
+        self._ratchet_twin = None
         received, model = Received(), self.model_runner.get_model()
         self.model_runner.reload_weights(weights_iterator=received.passing(tensors_below(Path(path))))
         renew_copies(model)
@@ -50,7 +97,8 @@ class WorkerExtension:
         return {"given": given, "held": held}
 
     def ratchet_forget(self) -> dict[str, Any]:
-        """Forget what was staged, and a weight update that nobody ended."""
+        """Forget what was staged or made ready, and a weight update that nobody ended."""
+        self._ratchet_twin = None
         self._weight_update_active = False
         self.weight_transfer_engine.forget()
         return {}

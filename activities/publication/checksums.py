@@ -84,8 +84,9 @@ class Received:
             yield name, tensor
 
     def loaded(self) -> None:
-        """All have gone by: begin with the checksums, while the engine goes on."""
-        self._thread.start()
+        """All have gone by: begin with the checksums, while the engine goes on. Once is enough."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def checksums(self) -> dict[str, str]:
         """By name, of the memory that the model was given; waits until they are made."""

@@ -45,6 +45,8 @@ class FakeEngine:
         """Generations wait for it."""
         self.down = False
         self.calls: list[str] = []
+        self.methods: list[str] = []
+        """Of the calls of `/collective_rpc`."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         """Of the generations, as `requests`."""
@@ -52,15 +54,20 @@ class FakeEngine:
         """(salt, sequence)"""
         self.pressure = {"kv_cache_usage_perc": 0.1, "num_preemptions_total": 0.0}
         self.pressure |= {"num_requests_waiting": 0.0, "num_requests_running": 0.0}
+        self.slices, self.prepared = 0, 0
+        """Of how many slices it needs to make weights ready before a pause, 0 where it can't; how many are done."""
+        self.unfit = ""
+        """Why it gives that up."""
         self.keep_cache = False
         self.stale_reload = False
         self.fail: dict[str, int] = {}
-        """Path -> status of its next answers."""
+        """Path, or method of `/collective_rpc`, -> status of its next answers."""
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         """Replaces the choice of the next generations."""
         self.delay_s = 0.0
         self.on_generate: Callable[[], None] = lambda: None
         self.on_reload: Callable[[], None] = lambda: None
+        self.on_call: Callable[[], None] = lambda: None
 
     def client(self) -> EngineClient:
         return EngineClient(self.info, transport=httpx.MockTransport(self.handle))
@@ -70,13 +77,18 @@ class FakeEngine:
         self.calls.append(path)
         if self.down:
             raise httpx.ConnectError("connection refused", request=request)
-        if path in self.fail:
-            error = {"message": f"told to fail {path}"}
-            return httpx.Response(self.fail[path], json={"error": error})
+        for told in (path, json.loads(request.content or b"{}").get("method")):
+            if told in self.fail:
+                error = {"message": f"told to fail {told}"}
+                return httpx.Response(self.fail[told], json={"error": error})
         if path == "/metrics":
             lines = [f'vllm:{name}{{engine="0"}} {value}' for name, value in self.pressure.items()]
             return httpx.Response(200, text="\n".join(["# HELP vllm:num_requests_waiting Waiting.", *lines]))
         body = json.loads(request.content) if request.content else {}
+        self.on_call()
+        await asyncio.sleep(0)
+        if "method" in body:
+            self.methods.append(body["method"])
         if path == "/inference/v1/generate":
             self.headers.append(dict(request.headers))
         return httpx.Response(200, json=await self._answer(path, body | dict(request.url.params)))
@@ -112,7 +124,19 @@ class FakeEngine:
             case "/is_sleeping":
                 return {"is_sleeping": self.asleep}
             case "/collective_rpc" if body["method"] == "ratchet_forget":
+                self.prepared = 0
                 return {"results": [{}]}
+            case "/collective_rpc" if body["method"] == "ratchet_prepare":
+                if not self.slices:
+                    return {"results": [{"ready": False, "why": "nothing is packed here", "longest_s": 0}]}
+                self.prepared += 1
+                return {"results": [{"ready": self.prepared >= self.slices, "why": self.unfit, "longest_s": 0.05}]}
+            case "/collective_rpc" if body["method"] == "ratchet_exchange":
+                assert self.paused, "an exchange under running requests"
+                if self.prepared < self.slices:
+                    return {"results": [{"why": "none are made ready"}]}
+                self._take(Path(body["kwargs"]["path"]))
+                return {"results": [{"why": ""}]}
             case "/collective_rpc" if body["method"] == "ratchet_staged":
                 digest = self.staged["digest"] if self.staged else ""
                 return {"results": [{"ready": not self.staging_fails, "failed": self.staging_fails, "digest": digest}]}
@@ -120,10 +144,7 @@ class FakeEngine:
                 self.paused = False
             case "/collective_rpc" if body["method"] == "ratchet_reload":
                 assert self.paused, "a reload under running requests"
-                self.on_reload()
-                if not self.stale_reload:
-                    self.weights = int(Path(body["kwargs"]["path"], "weights.txt").read_text())
-                self.given = checksums_of_file(Path(body["kwargs"]["path"], "model.safetensors"))
+                self._take(Path(body["kwargs"]["path"]))
                 return {"results": [{}]}
             case "/collective_rpc" if body["method"] == "ratchet_checksums":
                 return {"results": [{"given": self.given, "held": []}]}
@@ -134,6 +155,12 @@ class FakeEngine:
             case "/inference/v1/generate":
                 return await self._generate(body)
         return {}
+
+    def _take(self, folder: Path) -> None:
+        self.on_reload()
+        if not self.stale_reload:
+            self.weights = int((folder / "weights.txt").read_text())
+        self.given = checksums_of_file(folder / "model.safetensors")
 
     def score(self, token: int) -> float:
         return -0.01 * (self.weights + 1) - token / 1000

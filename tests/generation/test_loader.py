@@ -60,12 +60,76 @@ async def test_a_load_is_paused_proven_and_recorded(world: World) -> None:
     assert (out.proven, out.why, out.cached_tokens_after, out.canary_max_abs) == (True, "", 0, pytest.approx(0))
     assert (world.engine.label, world.engine.weights, world.engine.paused) == ("r:0", 0, False)
     order = [call for call in world.engine.calls if call in ("/pause", "/collective_rpc", "/resume")]
-    assert order == ["/pause", "/collective_rpc", "/resume", "/collective_rpc", "/collective_rpc"]
+    assert order == ["/collective_rpc", "/pause", "/collective_rpc", "/resume", "/collective_rpc", "/collective_rpc"]
+    assert world.engine.methods == ["ratchet_prepare", "ratchet_reload", "ratchet_digest", "ratchet_checksums"]
     row = world.row(0)
     assert row is not None
     assert (row.proven, row.pause_s, row.checked) == (True, out.pause_s, 1)
     assert tries(world.database, 0) == [("prove", "proven")]
     assert_nothing_told(world.database)
+
+
+async def test_weights_are_made_ready_before_the_pause_where_the_engine_can(world: World) -> None:
+    world.engine.slices = 3
+    out = await world.apply(0, world.publisher.publish(0))
+    assert (out.proven, world.engine.label, world.engine.weights) == (True, "r:0", 0)
+    assert world.engine.methods[:4] == [*["ratchet_prepare"] * 3, "ratchet_exchange"]
+    assert "ratchet_reload" not in world.engine.methods
+    calls = [call for call in world.engine.calls if call in ("/pause", "/collective_rpc")]
+    assert calls.index("/pause") == 3, "requests went on meanwhile"
+    assert out.seconds["prepare"] > 0 and out.seconds["slice"] == 0.05
+
+
+async def test_weights_that_an_engine_gives_up_on_making_ready_are_loaded_in_its_pause(world: World) -> None:
+    world.engine.slices, world.engine.unfit = 3, "a second set of weights needs 2 MiB of memory and 1 are left"
+    out = await world.apply(0, world.publisher.publish(0))
+    assert (out.proven, world.engine.weights) == (True, 0)
+    assert world.engine.methods[:2] == ["ratchet_prepare", "ratchet_reload"]
+
+
+async def test_an_engine_that_can_not_make_weights_ready_goes_on_with_what_it_serves(world: World) -> None:
+    await world.apply(0, world.publisher.publish(0))
+    world.engine.fail["ratchet_prepare"] = 500
+    with pytest.raises(EngineError):
+        await world.apply(1, world.publisher.publish(1))
+    assert (world.engine.label, world.engine.weights, world.engine.calls.count("/pause")) == ("r:0", 0, 1)
+    assert_told(world.database, 1, "prepare: local-e0 /collective_rpc: HTTP 500", "not served")
+
+
+async def test_weights_that_were_made_ready_for_nothing_give_their_memory_back(world: World) -> None:
+    world.engine.slices = 2
+    world.engine.fail["/pause"] = 500
+    with pytest.raises(EngineError):
+        await world.apply(0, world.publisher.publish(0))
+    assert world.engine.methods[-1] == "ratchet_forget"
+
+
+async def test_a_cancelled_load_forgets_the_weights_that_were_being_made_ready(world: World) -> None:
+    world.engine.slices = 10**9
+    load = asyncio.create_task(world.apply(0, world.publisher.publish(0)))
+    while world.engine.prepared < 2:
+        await asyncio.sleep(0.01)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert world.engine.methods[-1] == "ratchet_forget"
+
+
+async def test_an_engine_that_restarted_between_has_nothing_to_exchange_and_is_loaded_again(world: World) -> None:
+    world.engine.slices = 2
+    manifest = world.publisher.publish(0)
+    pause = world.engine.pauses
+
+    def restarted() -> None:
+        if pause:
+            world.engine.prepared = 0
+
+    world.engine.on_call = restarted
+    with pytest.raises(EngineError, match="no weights to exchange: none are made ready"):
+        await world.apply(0, manifest)
+    assert world.engine.label == "unproven"
+    world.engine.on_call = lambda: None
+    assert (await world.apply(0, manifest)).proven
 
 
 async def test_a_version_that_is_served_and_proven_is_not_loaded_again_also_by_a_new_worker(world: World) -> None:
@@ -197,7 +261,7 @@ async def test_a_prefix_cache_that_survives_the_load_is_found_out(world: World) 
 
 async def test_a_reload_that_fails_leaves_the_engine_disowned_and_running(world: World) -> None:
     await world.apply(0, world.publisher.publish(0))
-    world.engine.fail["/collective_rpc"] = 500
+    world.engine.fail["ratchet_reload"] = 500
     with pytest.raises(EngineError):
         await world.apply(1, world.publisher.publish(1))
     assert (world.engine.label, world.engine.paused) == ("unproven", False)

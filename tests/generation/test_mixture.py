@@ -73,6 +73,8 @@ async def test_a_load_of_weights_reaches_the_experts(server: Server, tmp_path: P
     before = await server.client.score(PROMPT)
     for folder in (tmp_path / "other", server.model, tmp_path / "other"):
         await server.client.pause()
+        # What is packed besides its matrices is no matter of a twin.
+        assert (await server.client.prepare(path=str(folder))).why.startswith("model.layers.0.mlp")
         await server.client.reload(str(folder))
         await server.client.resume()
         found = await server.client.score(PROMPT)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from sqlalchemy import Engine
 
 from activities.generation.activities import proven_versions
-from activities.generation.answers import Generation
+from activities.generation.answers import Generation, Prepared
 from activities.generation.engine import EngineClient
 from activities.generation.loader import EngineLoader, OfferSource
 from activities.generation.server import BLOCK_TOKENS, EngineSpec
@@ -33,6 +34,7 @@ from workflows.errors import EngineError, StorageError
 
 pytestmark = pytest.mark.engine
 PROBE = [(7 * index) % 250 for index in range(64)]
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +106,50 @@ async def test_a_second_version_is_proven_also_in_the_tied_head_and_serves_from_
     assert second.cached_tokens_after == 0
     told = await world.server.client.checksums()
     assert second.checked == len(told.given) > 20, "every tensor was given as it was published"
-    assert ["model.embed_tokens.weight"] in [names for _, names in told.held]
+    assert [EMBEDDING] in [names for _, names in told.held]
     assert 0 < second.pause_s < 5
+    assert second.seconds["prepare"] > 0, "its matrices were packed before"
     # The same prompt under the same version comes from the cache.
     assert await world.server.client.cached_tokens(PROBE) == 32
+
+
+async def test_weights_made_ready_before_the_pause_and_weights_loaded_in_it_are_the_same(world: World) -> None:
+    """One after the other, each kind after each: what vLLM keeps for its own reload must not lead astray."""
+    client, answers = world.server.client, dict[int, list[list[float]]]()
+    folders = [world.server.home / "weights" / str(version) for version in range(2)]
+    for version, folder in enumerate(folders):
+        world.models[version] = save_policy(folder, seed=version + 1)
+    for ready, version in ((True, 0), (False, 1), (False, 0), (True, 1), (True, 0), (False, 0), (True, 1)):
+        path = str(folders[version])
+        if ready:
+            assert (await client.prepare(path=path)).why == ""
+            asked = await client.score(PROBE)
+            assert asked in answers.get(1 - version, [asked]) or asked in answers[version], "not before the exchange"
+        await client.pause()
+        await (client.exchange(path=path) if ready else client.reload(path))
+        await client.resume()
+        answers.setdefault(version, []).append(await client.score(PROBE))
+        told = await client.checksums()
+        assert len(told.given) > 20
+        assert told.given[EMBEDDING] in [found for found, names in told.held if EMBEDDING in names]
+    for version, found in answers.items():
+        assert found == [found[0]] * len(found), "to the bit"
+        assert found[0][1:] == pytest.approx(logprobs(world.models[version], PROBE)[1:], abs=1e-4)
+
+
+async def test_weights_that_lack_a_tensor_are_not_made_ready(world: World) -> None:
+    folder = world.server.home / "weights" / "short"
+    save_policy(folder, seed=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.down_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    before = await world.server.client.score(PROBE)
+    why, _ = await world.server.client.prepare(path=str(folder))
+    assert why == "the weights lack model.layers.0.mlp.down_proj.weight"
+    assert (await world.server.client.prepare(path=str(folder / "nothing"))).why
+    with pytest.raises(EngineError, match="no weights to exchange: none are made ready"):
+        await world.server.client.exchange(path=str(folder))
+    assert await world.server.client.score(PROBE) == before
 
 
 async def test_a_request_over_an_apply_goes_on_under_the_new_weights(world: World) -> None:
@@ -227,17 +269,12 @@ async def test_one_bit_that_flips_before_the_engine_reads_it_is_refused_though_t
             file.seek(-4, os.SEEK_END)
             file.write(bytes([octet ^ 1]))
 
-    async def reload(folder: str) -> None:
-        flip(Path(folder) / "model.safetensors")
-        await EngineClient.reload(client, folder)
-
-    async def swap(digest: str) -> None:
-        flip(offered)
-        await EngineClient.swap(client, digest)
+    async def prepare(**weights: str) -> Prepared:
+        flip(Path(weights["path"]) / "model.safetensors" if "path" in weights else offered)
+        return await EngineClient.prepare(client, **weights)
 
     with monkeypatch.context() as patched:
-        patched.setattr(client, "reload", reload)
-        patched.setattr(client, "swap", swap)
+        patched.setattr(client, "prepare", prepare)
         wrong = await loader.apply(message)
     assert not wrong.proven and wrong.canary_max_abs < 1e-4
     assert "as the engine was given it" in wrong.why and "as the engine holds it" in wrong.why
@@ -277,13 +314,13 @@ async def test_an_engine_killed_in_the_middle_of_a_load_serves_nothing_and_no_pr
     pid = int((server.home / "engines" / "local-e0.pid").read_text())
     assert pid == server.process.pid
     assert any("EngineCore" in line for line in _members(session))
-    reload = server.client.reload
+    exchange = server.client.exchange
 
-    async def killed(folder: str) -> None:
+    async def killed(**weights: str) -> None:
         os.kill(pid, signal.SIGKILL)
-        await reload(folder)
+        await exchange(**weights)
 
-    monkeypatch.setattr(server.client, "reload", killed)
+    monkeypatch.setattr(server.client, "exchange", killed)
     with pytest.raises(EngineError) as caught:
         await world.loader.apply(world.message(1))
     assert caught.value.retryable
