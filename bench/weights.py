@@ -4,8 +4,8 @@ For each size of model, each channel and each plan for what is in flight: one op
 learning rate, the publication by the real activity, the load by the real loader on both engines at once, while eight
 requests are always in flight on each. Printed beside a plain restart of an engine with the new weights, as people do
 it. The last line is JSON; per size `pause_share` (median pause over publish latency, channel s3, full set),
-`restart_over_pause`, `restart_over_slice`, `delta_share` and `adapter_share` (bytes of a delta, and of an adapter of rank 16, over those of
-the full set, bfloat16).
+`restart_over_pause`, `restart_over_slice`, `delta_share` and `adapter_share` (bytes of a delta, and of an adapter of
+rank 16, over those of the full set, bfloat16).
 
 - bytes: what was uploaded or handed out for the version.
 - latency: from the end of the update to the last engine's proof; export, delta, upload, download, prepare, load, prove
@@ -65,7 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "direct": {"weight_channel": "direct", "publication": {"store_every": 1000}},
     "colocated": {"weight_channel": "colocated", "mode": "sync", "publication": {"store_every": 1000}},
 }
-ENGINE_PARTS = ("download", "prepare", "drain", "load", "prove", "slice")
+ENGINE_PARTS = ("download", "prepare", "drain", "load", "prove")
 PARTS = ("export", "delta", "upload", "offer", *ENGINE_PARTS)
 
 
@@ -157,6 +157,7 @@ class Bench:
                         "MB": (published.bytes or offered) / 1e6,
                         "latency": latency,
                         "pause": max(out.pause_s for out in outs),
+                        "slice": max(out.slice_s for out in outs),
                         "dip": 1 - during / before if before else 0.0,
                         **{name: _part(name, published, outs) for name in PARTS},
                     }
@@ -246,9 +247,10 @@ async def measure(size: float, options: argparse.Namespace) -> tuple[list[Sequen
         for (way, plan), figures in found.items():
             parts = [figures[part] for part in PARTS]
             label = f"{way}, {dtype}"
-            rows.append((f"{size:g} M", label, plan, figures["MB"], figures["latency"], *parts, figures["pause"]))
-            rows[-1] = (*rows[-1], int(figures["lost"]), f"{figures['dip']:.0%}")
-        rows.append((f"{size:g} M", f"restart, {dtype}", "-", "-", restart_s, *["-"] * len(PARTS), restart_s, "-", "-"))
+            rows.append((f"{size:g} M", label, plan, figures["MB"], figures["latency"], *parts, figures["slice"]))
+            rows[-1] = (*rows[-1], figures["pause"], int(figures["lost"]), f"{figures['dip']:.0%}")
+        nothing = ["-"] * (len(PARTS) + 1)
+        rows.append((f"{size:g} M", f"restart, {dtype}", "-", "-", restart_s, *nothing, restart_s, "-", "-"))
         if dtype == "float32":
             full = [found["s3, full", plan] for plan in plans]
             ratios["pause_share"] = median(item["pause"] / item["latency"] for item in full)
@@ -268,7 +270,7 @@ def main() -> None:
         more, ratios = asyncio.run(measure(size, options))
         rows += more
         told |= {f"{name}_{size:g}m": round(value, 4) for name, value in ratios.items()}
-    print(table(("model", "way", "in flight", "MB", "latency", *PARTS, "pause", "lost", "dip"), rows))
+    print(table(("model", "way", "in flight", "MB", "latency", *PARTS, "slice", "pause", "lost", "dip"), rows))
     finish(told)
 
 

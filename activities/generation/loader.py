@@ -196,10 +196,10 @@ class EngineLoader:
             version=message.version,
             proven=not why,
             pause_s=pause_s,
+            slice_s=slice_s,
             seconds={
                 "download": at_hand - started - prepare_s,
                 "prepare": prepare_s,
-                "slice": slice_s,
                 "drain": drain_s,
                 "load": swapped - at_hand - drain_s,
                 "prove": time.monotonic() - swapped,

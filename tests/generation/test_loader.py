@@ -77,7 +77,7 @@ async def test_weights_are_made_ready_before_the_pause_where_the_engine_can(worl
     assert "ratchet_reload" not in world.engine.methods
     calls = [call for call in world.engine.calls if call in ("/pause", "/collective_rpc")]
     assert calls.index("/pause") == 3, "requests went on meanwhile"
-    assert out.seconds["prepare"] > 0 and out.seconds["slice"] == 0.05
+    assert out.seconds["prepare"] > 0 and out.slice_s == 0.05
 
 
 async def test_weights_that_an_engine_gives_up_on_making_ready_are_loaded_in_its_pause(world: World) -> None:

@@ -132,9 +132,11 @@ class ApplyOutput(Message):
     version: int
     proven: bool
     pause_s: float
-    """How long the engine made no token."""
+    """How long the engine made no token for the exchange."""
+    slice_s: float = 0.0
+    """The longest that it made none before, between two of its steps, while it made the weights ready."""
     seconds: dict[str, float] = {}
-    """`download`, `drain` (the end of what was in flight), `load`, `prove`."""
+    """`download`, `prepare`, `drain` (the end of what was in flight), `load`, `prove`."""
     cached_tokens_after: int = 0
     canary_max_abs: float = 0.0
     checked: int = 0
