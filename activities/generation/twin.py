@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from types import MethodType
 from typing import Any
 
 import psutil
@@ -64,7 +65,13 @@ class Twin:
         self.longest_s = max(self.longest_s, now - began)
         return self.ready
 
-    def _pieces(self) -> Iterator[None]:
+    def _pieces(self) -> Generator[None]:
+        for _, layer in self._pairs:
+            for parameter in layer._parameters.values():
+                if parameter is not None:
+                    # So that what nobody loads shows.
+                    parameter.data.fill_(math.nan)
+                    yield
         loaded = set[str]()
         while group := self._group():
             loaded |= self._load(group) or set()
@@ -74,18 +81,29 @@ class Twin:
         for name, layer in [(name, layer) for name, layer in self._twin.named_modules() if layer._parameters]:
             if any(bool(item.isnan().any()) for item in layer._parameters.values() if item is not None):
                 raise Unfit(f"{name} was not given all of its weights, or given some that are no numbers")
+            yield
             method: Any = getattr(layer, "quant_method", None)
             if method is not None:
                 method.process_weights_after_loading(layer)
                 yield
 
     def exchange(self) -> None:
-        """The model has the twin's weights from now on."""
+        """The model has the twin's weights from now on, and the twin nothing."""
         assert self.ready
         for ours, theirs in self._pairs:
-            ours._parameters.update(theirs._parameters)
+            for name, parameter in theirs._parameters.items():
+                ours._parameters[name] = _bound(parameter, theirs, ours)
             if KERNEL in vars(theirs):
                 setattr(ours, KERNEL, getattr(theirs, KERNEL))
+        self.drop()
+
+    def drop(self) -> None:
+        """Give its memory back now: layers and the loaders of their parameters hold each other."""
+        self.ready = False
+        self._work.close()
+        for _, theirs in self._pairs:
+            theirs._parameters.clear()
+            vars(theirs).pop(KERNEL, None)
 
     def _group(self) -> list[tuple[str, Any]]:
         group, size = list[tuple[str, Any]](), 0
@@ -126,9 +144,15 @@ def _blank(like: torch.Tensor, layer: nn.Module) -> Any:
         while getattr(value, "__name__", "") == WRAPPER:
             value = value.__wrapped__
         blank.__dict__[key] = value
-    # So that what nobody loads shows.
-    blank.fill_(math.nan)
     return restore_layer_refs(blank, layer)
+
+
+def _bound(parameter: Any, theirs: nn.Module, ours: nn.Module) -> Any:
+    """The parameter with its loaders, which are methods of the layer that it was made for, those of another one."""
+    for key, value in getattr(parameter, "__dict__", {}).items():
+        if isinstance(value, MethodType) and value.__self__ is theirs:
+            parameter.__dict__[key] = MethodType(value.__func__, ours)
+    return parameter
 
 
 def _require_fit(model: nn.Module, size: int) -> None:

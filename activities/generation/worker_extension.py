@@ -49,7 +49,7 @@ class WorkerExtension:
                 received.loaded()
         except Exception as error:
             # Whatever it is, the engine serves on, and its caller loads the weights in place.
-            self._ratchet_twin = None
+            self._drop_twin()
             return {"ready": False, "why": str(error) or type(error).__name__, "longest_s": 0.0}
         return {"ready": twin.ready, "why": "", "longest_s": twin.longest_s}
 
@@ -65,9 +65,14 @@ class WorkerExtension:
         self.ratchet_forget()
         return {"why": ""}
 
+    def _drop_twin(self) -> None:
+        if self._ratchet_twin is not None:
+            self._ratchet_twin[0].drop()
+        self._ratchet_twin = None
+
     def _twin_of(self, path: str, digest: str) -> tuple[Twin, Received]:
         if self._ratchet_twin is None or self._ratchet_twin[0].key != (path or digest):
-            self._ratchet_twin = None
+            self._drop_twin()
             received, staging = Received(), self.weight_transfer_engine.staging
             if path:
                 tensors = tensors_below(Path(path))
@@ -82,7 +87,7 @@ class WorkerExtension:
 
     def ratchet_reload(self, path: str) -> dict[str, Any]:
         """Load the safetensors below `path` in place."""
-        self._ratchet_twin = None
+        self._drop_twin()
         received, model = Received(), self.model_runner.get_model()
         self.model_runner.reload_weights(weights_iterator=received.passing(tensors_below(Path(path))))
         renew_copies(model)
@@ -98,7 +103,7 @@ class WorkerExtension:
 
     def ratchet_forget(self) -> dict[str, Any]:
         """Forget what was staged or made ready, and a weight update that nobody ended."""
-        self._ratchet_twin = None
+        self._drop_twin()
         self._weight_update_active = False
         self.weight_transfer_engine.forget()
         return {}
