@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 class Swapped(NamedTuple):
     drain_s: float
-    """How long requests in flight were waited for, which made tokens meanwhile."""
+    """How long requests in flight, or the step that they were in, were waited for, which made tokens meanwhile."""
     pause_s: float
 
 
@@ -229,14 +229,14 @@ class EngineLoader:
         """
         began = paused = time.monotonic()
         try:
-            if message.in_flight is InFlight.FINISH:
-                # Asked again: an engine that restarted meanwhile carries no label that it could go on with.
-                if (policy := parse_policy_label(label)) and policy[2] and await self.client.label() == label:
-                    await self.client.set_label(policy_label(*policy[:2], closing=True))
-                await self.client.pause(message.in_flight, message.kv)
+            policy = parse_policy_label(label) if message.in_flight is InFlight.FINISH else None
+            # Asked again: an engine that restarted meanwhile carries no label that it could go on with.
+            if policy and policy[2] and await self.client.label() == label:
+                await self.client.set_label(policy_label(*policy[:2], closing=True))
+            await self.client.pause(message.in_flight, message.kv)
+            if message.in_flight is not InFlight.ABORT_CONTINUE:
+                # Until now the requests in flight, or the step that they were in, made tokens that are kept.
                 paused = time.monotonic()
-            else:
-                await self.client.pause(message.in_flight, message.kv)
             await self.client.set_label(policy_label(message.run, message.version, proven=False))
             await exchange()
         except EngineError:

@@ -24,7 +24,7 @@ from activities.publication.tensors import tensors_below
 
 TRANSFER = "ratchet"
 """Name of our weight-transfer backend in vLLM."""
-SLICE_S = 0.05
+SLICE_S = 0.1
 """For how long a call may keep the engine from its next step while weights are made ready."""
 
 WeightTransferEngineFactory.register_engine(TRANSFER, "activities.generation.staged_transfer", "StagedTransfer")

@@ -136,7 +136,7 @@ class ApplyOutput(Message):
     slice_s: float = 0.0
     """The longest that it made none before, between two of its steps, while it made the weights ready."""
     seconds: dict[str, float] = {}
-    """`download`, `prepare`, `drain` (the end of what was in flight), `load`, `prove`."""
+    """`download`, `prepare`, `drain` (the end of what was in flight, or of its step), `load`, `prove`."""
     cached_tokens_after: int = 0
     canary_max_abs: float = 0.0
     checked: int = 0
