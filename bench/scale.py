@@ -149,14 +149,15 @@ async def measure(stack: OwnStack, episodes: int, options: argparse.Namespace) -
     one = ScaleRun(stack, options.turns, options.seconds)
     with one.workers() as pids:
         client = await connect(stack.settings(), role="bench")
-        told = {name: 0.0 for name in pids}
+        told, told_bytes = {name: 0.0 for name in pids}, 0.0
         # The first run of a server and of workers pays for imports and caches.
         await one.measure(client, f"warm-up-{options.turns}", run_config(2 * GROUP_SIZE), pids)
         if every > 1:
-            none = run_config(TOLD_GROUPS * GROUP_SIZE)
+            none, before = run_config(TOLD_GROUPS * GROUP_SIZE), _sizes(stack.home)
             spent = await one.measure(client, f"told{MARK}{10**9}", none, pids)
             groups = _count(one.database, "SELECT count(*) FROM \"group\" WHERE run LIKE 'told%'")
             told = {name: value / groups for name, value in spent.cpu.items()}
+            told_bytes = (_sizes(stack.home)["temporal"] - before["temporal"]) / groups
         before = _sizes(stack.home)
         rows_before = _rows(one.database)
         spent = await one.measure(client, run, config, pids)
@@ -177,7 +178,7 @@ async def measure(stack: OwnStack, episodes: int, options: argparse.Namespace) -
         "rollout_cpu_ms": cpu["rollout"],
         "control_cpu_ms": cpu["control"],
         "cpu_ms_per_turn": total / options.turns,
-        "temporal_bytes_per_episode": grown["temporal"] / played,
+        "temporal_bytes_per_episode": (grown["temporal"] - told_bytes * (groups - played_groups)) / played,
         "lineage_rows_per_episode": rows / carried,
         "lineage_bytes_per_episode": grown["ratchet"] / carried,
         **{name: value / groups if name == "run_events_per_group" else value for name, value in histories.items()},

@@ -281,7 +281,8 @@ def run_row(opened: Session, *, run: str) -> Run:
     row = opened.get(Run, run)
     if row is None:
         known = opened.exec(select(Run.id).order_by(col(Run.started_at).desc()).limit(10)).all()
-        raise NotFound(f"no run {run!r}; " + (f"the latest are: {', '.join(known)}" if known else "there are none yet"))
+        there = f"the latest are: {', '.join(known)}" if known else "there are none yet"
+        raise NotFound(f"no run {run!r}; {there}. One that was refused left no rows: `temporal workflow show` says why")
     return row
 
 

@@ -65,7 +65,7 @@ def render(found: Aligned, console: Console) -> None:
         style = "" if row.possible else "dim"
         table.add_row(*cells, *(f"{value:.1e}" for value in figures), f"{row.far_share:.2%}", style=style)
     # As wide as its content: a narrow terminal folds the line itself, and nothing is cut.
-    console.width = max(console.width, Console(width=10_000).measure(table).maximum)
+    console.width = max(console.width, Console(width=10_000, markup=False, highlight=False).measure(table).maximum)
     console.print(table)
     best = found.rows[0]
     words = json.dumps(found.recommended).strip("{}")

@@ -37,7 +37,7 @@ def episode(
     from storage.report.episode import read_rows
     from storage.report.episode_page import render_episode_html
     from storage.report.episode_terminal import render_episode
-    from workers.lineage_cli import opened_lineage
+    from workers.lineage_cli import opened_lineage, write_page
 
     with opened_lineage() as (opened, settings):
         rows = read_rows(opened, episode)
@@ -47,8 +47,7 @@ def episode(
     else:
         render_episode(part, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS), tokens=tokens)
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render_episode_html(part), encoding="utf-8")
+        write_page(html, render_episode_html(part))
         typer.echo(str(html), err=as_json)
 
 

@@ -40,6 +40,8 @@ def drain(
         typer.echo(f"there is no sandbox host {host!r}; RATCHET_SANDBOX_HOSTS names {', '.join(known)}", err=True)
         raise typer.Exit(1)
     answer = ask(settings, [host], drain=not undo)[host]
+    if isinstance(answer, str) and not known:
+        answer += "; RATCHET_SANDBOX_HOSTS names none here (docs/operations.md has how hosts get their names)"
     typer.echo(f"{host}: {answer if isinstance(answer, str) else answer.words}", err=isinstance(answer, str))
     leave(1 if isinstance(answer, str) else 0)
 
@@ -58,11 +60,12 @@ def leave(code: int) -> None:
 
 async def _ask(settings: Settings, hosts: Sequence[str], drain: bool | None) -> dict[str, HostStatus | str]:
     from temporalio.client import WorkflowFailureError
+    from temporalio.exceptions import TimeoutError
     from temporalio.service import RPCError
 
     from workers.temporal import connect
     from workflows.contracts import HostInput, HostStatus, Queue
-    from workflows.failures import sentence
+    from workflows.failures import innermost, sentence
 
     try:
         client = await connect(settings)
@@ -82,7 +85,9 @@ async def _ask(settings: Settings, hosts: Sequence[str], drain: bool | None) -> 
             )
             return status
         except WorkflowFailureError as error:
-            return f"silent: {sentence(error.cause)}" if error.cause else "silent"
+            if error.cause is None or isinstance(innermost(error.cause), TimeoutError):
+                return "silent: no worker of a sandbox host of this name answers"
+            return f"silent: {sentence(error.cause)}"
         except RPCError as error:
             return f"can't be asked: {error}"
 

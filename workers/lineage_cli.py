@@ -153,6 +153,19 @@ def _show_episode(opened: Session, episode_id: str) -> None:
     _print(table)
 
 
+def write_page(path: Path, page: str) -> None:
+    """Write a page with the folders that it is in. Ends the command with exit code 2 and one line where it can't be:
+    1 would say that a run is not ready."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        typer.echo(
+            f"{path}: the page can't be written: {error.strerror or error}; --html names another place", err=True
+        )
+        raise typer.Exit(2) from None
+
+
 def _versions(episode: Episode) -> str:
     return _span(episode.min_version, episode.max_version)
 
@@ -182,6 +195,6 @@ def _print(table: Table) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    needed = Console(width=10_000).measure(table).maximum
+    needed = Console(width=10_000, markup=False, highlight=False).measure(table).maximum
     console.width = max(console.width, needed)
     console.print(table)

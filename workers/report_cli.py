@@ -6,6 +6,7 @@ by the command line.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def report(
 
     from storage.report import build_report, render_html, render_terminal
     from storage.report.limits import default_limits, read_limits
-    from workers.lineage_cli import opened_lineage
+    from workers.lineage_cli import opened_lineage, write_page
 
     if strict and not check:
         raise typer.BadParameter("goes with --check", param_hint="--strict")
@@ -57,8 +58,7 @@ def report(
         render_terminal(made, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
     if html is not None or not as_json:
         path = html or settings.home_path / "reports" / f"{_file_name(run)}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_html(made), encoding="utf-8")
+        write_page(path, render_html(made))
         typer.echo(str(path), err=as_json)
     if check and _failing(made, strict=strict):
         raise typer.Exit(1)
@@ -96,4 +96,6 @@ def _failing(made: Report, *, strict: bool) -> bool:
 
 
 def _file_name(run: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", run).lstrip(".") or "run"
+    """The run's name where it can be one of a file; otherwise with a mark, so that no two runs share a page."""
+    name = re.sub(r"[^\w.-]+", "-", run).lstrip(".")
+    return name if name == run else f"{name or 'run'}-{hashlib.sha256(run.encode()).hexdigest()[:6]}"

@@ -92,9 +92,10 @@ def sampled_words(turn: TurnPart) -> str:
     from cache`."""
     logprobs = [token.logprob for token in turn.tokens if token.logprob is not None]
     numbers = f", logprob mean {sum(logprobs) / len(logprobs):.2f}, lowest {min(logprobs):.2f}" if logprobs else ""
+    engine, ended = one_line(turn.engine or words.NONE), one_line(turn.finish_reason or "not ended")
     return (
-        f"{turn.sampled_tokens} tokens by {turn.engine or words.NONE} at version "
-        f"{words.versions(turn.min_version, turn.max_version)} ({turn.finish_reason or 'not ended'}){numbers}; "
+        f"{turn.sampled_tokens} tokens by {engine} at version "
+        f"{words.versions(turn.min_version, turn.max_version)} ({ended}){numbers}; "
         f"{turn.cached_tokens} of {turn.prompt_tokens} prompt tokens from cache"
     )
 

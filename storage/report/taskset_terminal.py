@@ -10,7 +10,7 @@ from rich.text import Text
 from storage.printable import one_line
 from storage.report import words
 from storage.report.taskset import TaskPart, TasksetPart
-from storage.report.taskset_views import episodes_plot, headline, pool_rows, task_row
+from storage.report.taskset_views import ESTIMATE, episodes_plot, headline, pool_rows, task_row
 
 
 def render_taskset(part: TasksetPart, console: Console) -> None:
@@ -21,7 +21,7 @@ def render_taskset(part: TasksetPart, console: Console) -> None:
         console.print(Text(episodes_plot(part)))
     for title, tasks in (("Lowest pass rates", part.worst), ("Highest pass rates", part.best)):
         if tasks:
-            console.print(_tasks(title, tasks))
+            console.print(_tasks(f"{title}, {ESTIMATE}", tasks))
     if part.changes:
         console.print(_changes(part))
 

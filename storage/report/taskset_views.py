@@ -23,6 +23,8 @@ MARKS = {
     Difficulty.LEARNING: "█",
     Difficulty.SATURATED: "░",
 }
+ESTIMATE = "estimated as (passed + 1) / (episodes + 2)"
+"""What a pass rate in the tables is; docs/tasks.md says why."""
 PLOT_WIDTH, PLOT_HEIGHT = 60, 8
 LATEST = 3
 """Versions of a task that a table names."""

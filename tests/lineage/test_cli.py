@@ -48,6 +48,31 @@ def test_an_episode_that_infrastructure_took_shows_its_other_attempts(home: Path
     assert "no batch holds it" in out and "the daemon of host local went away" in out
 
 
+@pytest.mark.parametrize("text", ["[/nope] [bold]x[/bold]", "a\x1b[31mred\x1b]0;own\x07"])
+def test_what_a_model_answered_is_words_in_the_tables(
+    home: Path, make_run: MakeRun, database: Engine, text: str
+) -> None:
+    make_run(steps=1)
+    ended = rows.record("shell-demo/g0/e0/a9", reward=None).model_copy(
+        update={"run": "shell-demo", "why": f"answered {text!s}; check: exit 1"}
+    )
+    with session(database) as opened:
+        queries.put_episode(opened, record=ended)
+    out = ratchet("lineage", "--episode", "shell-demo/g0/e0/a9").stdout
+    assert "answered" in out and "check: exit 1" in out and "\x1b" not in out
+    assert "[/nope] [bold]x[/bold]" in out or "nope" not in text
+
+
+@pytest.mark.parametrize("argv", [("report", "shell-demo", "--check"), ("episode", "shell-demo/g0/e0/a0")])
+@pytest.mark.parametrize("path", ["/proc/x.html", "/etc/hostname/x.html"])
+def test_a_page_that_cannot_be_written_is_said_and_is_not_taken_for_a_verdict(
+    home: Path, make_run: MakeRun, argv: tuple[str, ...], path: str
+) -> None:
+    make_run(steps=1)
+    result = ratchet(*argv, "--html", path, code=2)
+    assert f"{path}: the page can't be written" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_an_episode_shows_the_evidence_on_whose_doing_its_end_was(
     home: Path, make_run: MakeRun, database: Engine
 ) -> None:
@@ -115,7 +140,12 @@ def test_the_page_goes_to_the_state_folder_or_where_it_is_told_and_its_path_is_p
 ) -> None:
     make_run(run="team/a", steps=1)
     path = Path(ratchet("report", "team/a").stdout.splitlines()[-1])
-    assert path == home.resolve() / "reports" / "team-a.html" and "team/a" in path.read_text()
+    assert path.parent == home.resolve() / "reports" and path.name.startswith("team-a-")
+    assert "team/a" in path.read_text()
+    for run in ("team-a", "team a"):
+        make_run(run=run, steps=1)
+        other = Path(ratchet("report", run).stdout.splitlines()[-1])
+        assert other != path and "team/a" not in other.read_text()
     told = tmp_path / "deep" / "page.html"
     assert ratchet("report", "team/a", "--html", str(told)).stdout.splitlines()[-1] == str(told)
     both = ratchet("report", "team/a", "--json", "--html", str(told))

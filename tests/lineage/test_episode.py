@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine
+from sqlmodel import select
 
 from activities.generation.transcript import Template
 from storage import queries
@@ -17,7 +18,7 @@ from storage.database import session
 from storage.objects import ObjectStore
 from storage.report.words import NONE
 from storage.scores import Scores, scores_key, write_scores
-from storage.tables import Batch, BatchMember, PolicyVersion, Run
+from storage.tables import Batch, BatchMember, PolicyVersion, Run, Turn
 from tests.conftest import S3
 from tests.generation.policies import CHATML, make_tokenizer
 from tests.lineage.commands import ratchet
@@ -189,6 +190,16 @@ def test_what_a_model_wrote_is_words_and_nothing_else_in_terminal_and_page(recor
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "{{ 7 * 7 }}" in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
     assert "\ufffd" in text
+
+
+def test_what_an_engine_called_itself_is_words_too(recorded: Recorded, database: Engine) -> None:
+    recorded.play()
+    with session(database) as opened:
+        for turn in opened.exec(select(Turn)).all():
+            turn.engine, turn.finish_reason = "e\x1b[31m\x9d0;own\u202e", "stop\x1b]0;x\x07"
+            opened.add(turn)
+    out = ratchet("episode", ATTEMPT).stdout
+    assert "tokens by e" in out and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out)
 
 
 def test_a_segment_that_is_gone_is_said_and_the_rest_is_shown(recorded: Recorded, tmp_path: Path) -> None:
