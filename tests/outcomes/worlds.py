@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine
-from sqlmodel import select
+from sqlalchemy import Engine, create_engine
+from sqlmodel import Session, select
 from temporalio.client import Client, WorkflowHistory
 from temporalio.worker import Worker
 
@@ -148,15 +148,20 @@ class World:
             "Episode", episode, id=episode.attempt_id, task_queue=self.queue, result_type=EpisodeSummary
         )
         summary = await asyncio.wait_for(handle.result(), 600)
-        await asyncio.to_thread(self.mend)
+        # Before the mending: a record that waited for the database past its bound may be written as soon as it can.
         recorded, turns = await asyncio.to_thread(self._rows, episode.attempt_id)
+        await asyncio.to_thread(self.mend)
         left = await self.containers(episode.attempt_id)
         return Ending(summary, recorded, turns, left, failures_in(await handle.fetch_history()))
 
     def _rows(self, attempt_id: str) -> tuple[EpisodeRow | None, list[Turn]]:
-        with session(self.database) as opened:
+        # Without BEGIN IMMEDIATE, so that a lock on the database keeps nobody from reading.
+        engine = create_engine(self.database.url)
+        with Session(engine, expire_on_commit=False) as opened:
             turns = opened.exec(select(Turn).where(Turn.episode == attempt_id).order_by(Turn.turn)).all()  # type: ignore[arg-type]
-            return opened.get(EpisodeRow, attempt_id), list(turns)
+            recorded = opened.get(EpisodeRow, attempt_id)
+        engine.dispose()
+        return recorded, list(turns)
 
     async def containers(self, attempt_id: str) -> set[str]:
         """Those that are still there of an attempt, once what is on its way out is out."""
