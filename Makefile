@@ -56,7 +56,7 @@ audit: $(INSTALLED)
 # itself.
 test: setup
 	$(BIN)/pytest -m "not e2e and not machines and not drills" -n 3 --dist loadscope --no-loadscope-reorder
-	$(BIN)/pytest -m e2e
+	$(BIN)/pytest -m e2e tests/chaos tests/e2e
 
 # The same tests as with SQLite. Needs PostgreSQL's server programs, postgres and initdb, in PATH.
 postgres: setup

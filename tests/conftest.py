@@ -101,7 +101,11 @@ GROUPS = {
     **dict.fromkeys(("janitor", "outcomes", "sandbox"), "machine"),
     "generation": "engines",
     **dict.fromkeys(("replay", "workflows"), "temporal"),
-    **dict.fromkeys(("bootstrap", "publication", "training"), "trainer"),
+    "training": "trainer",
+    **dict.fromkeys(("bootstrap", "publication"), "publication"),
+    # Made short, so that no process is left alone at the end.
+    "workers": "workers",
+    **dict.fromkeys(("lineage", "storage"), "records"),
 }
 """What `make test` runs in one process, by folder; the other folders are another's."""
 

@@ -24,3 +24,11 @@ def test_the_table_of_faults_names_tests_that_exist() -> None:
     named = re.findall(r"`(test_\w+)`", table)
     assert len(named) > 40
     assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_make_test_looks_where_the_end_to_end_tests_are() -> None:
+    """It collects these folders alone, since all tests take a quarter of a minute to be collected."""
+    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "pytest -m e2e " in line)
+    folders = command.partition("pytest -m e2e ")[2].split()
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.e2e\b", path.read_text())]
+    assert marked and all(any(path.is_relative_to(ROOT / folder) for folder in folders) for path in marked)
