@@ -1,8 +1,10 @@
 """The OpenAI-compatible endpoint of a worker: one listener on loopback, one key per attempt.
 
 Promises: a key opens its own attempt and nothing else, and nothing any more once that is over; a program that hangs up
-ends its call, down to the engine. Beside `/v1/chat/completions` and `/v1/models` it has `/sandbox/run`, behind the
-`sandbox` command that programs get. Held by the worker; used by the activity that runs the program.
+ends its call, down to the engine; of a program that calls without end only a few calls are read at a time, so that it
+can take neither the worker's memory nor the engines from others. Beside `/v1/chat/completions` and `/v1/models` it has
+`/sandbox/run`, behind the `sandbox` command that programs get. Held by the worker; used by the activity that runs the
+program.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -32,6 +34,8 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 MOST_BYTES = 64 << 20
 """Of a request: a whole conversation."""
+MOST_CALLS = 8
+"""Of one attempt at once, of each kind: the others wait before they are read."""
 OVER_S = 5.0
 
 
@@ -48,7 +52,10 @@ class _Open:
     session: AgentSession
     context: contextvars.Context
     """Of the activity: what it calls reads from there which attempt it is."""
-    calls: set[asyncio.Task[Any]]
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    # Of two kinds, since a command may itself ask the policy.
+    chats: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_CALLS))
+    commands: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_CALLS))
 
 
 class AgentEndpoint:
@@ -96,7 +103,7 @@ class AgentEndpoint:
     async def serving(self, session: AgentSession) -> AsyncIterator[Access]:
         """The way in for one program; calls that are under way at the end of the block are ended."""
         key = f"sk-ratchet-{secrets.token_urlsafe(32)}"
-        opened = self._open[_digest(key)] = _Open(session, contextvars.copy_context(), set())
+        opened = self._open[_digest(key)] = _Open(session, contextvars.copy_context())
         try:
             yield Access(self.url, key)
         finally:
@@ -107,8 +114,9 @@ class AgentEndpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         opened = self._of(request)
-        asked = ChatRequest.parse(await request.read())
-        completion = await self._call(opened, opened.session.chat(asked))
+        async with opened.chats:
+            asked = ChatRequest.parse(await request.read())
+            completion = await self._call(self._of(request), opened.session.chat(asked))
         if not asked.stream:
             return web.json_response(completion.body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -130,18 +138,20 @@ class AgentEndpoint:
 
     async def _run(self, request: web.Request) -> web.Response:
         opened = self._of(request)
-        try:
-            body = read_json(await request.read())
-            command, timeout_s = str(body["command"]), body.get("timeout_s")
-            timeout_s = None if timeout_s is None else float(timeout_s)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ApiError(400, 'the body must be {"command": "..."}', code="invalid_request") from error
-        out = await self._call(opened, opened.session.run(command, timeout_s))
+        async with opened.commands:
+            try:
+                body = read_json(await request.read())
+                command, timeout_s = str(body["command"]), body.get("timeout_s")
+                timeout_s = None if timeout_s is None else float(timeout_s)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ApiError(400, 'the body must be {"command": "..."}', code="invalid_request") from error
+            out = await self._call(self._of(request), opened.session.run(command, timeout_s))
         answer = {"output": out.output, "exit_code": out.exit_code, "signal": out.signal, "timed_out": out.timed_out}
         return web.json_response(answer | {"seconds": out.command_s})
 
     async def _call(self, opened: _Open, doing: Coroutine[Any, Any, Result]) -> Result:
-        """Await it in the activity's own context. Raises ApiError where the attempt ends meanwhile."""
+        """Await it in the activity's own context. Raises ApiError where the attempt ends meanwhile; the key has to be
+        looked up anew after any wait, since a call that begins once the attempt is over would be nobody's."""
         call = asyncio.create_task(doing, context=opened.context)
         opened.calls.add(call)
         call.add_done_callback(opened.calls.discard)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
-from activities.agents.endpoint import AgentEndpoint
+from activities.agents.endpoint import MOST_CALLS, AgentEndpoint
 from activities.generation.harnesses import BASH
 from tests.agents.clients import ASKED, client_of, post, say
 from tests.agents.worlds import AgentWorld
@@ -81,3 +82,34 @@ async def test_a_command_that_no_shell_takes_is_answered_as_a_shell_would(
         answer = await post(access, "/sandbox/run", json.dumps({"command": "echo " + "x" * 200_000}).encode())
     assert answer.json()["exit_code"] == 126 and "Argument list too long" in answer.json()["output"]
     assert world.sandbox.commands == []
+
+
+async def test_of_a_program_that_calls_without_end_a_few_calls_are_read_at_a_time(
+    world: AgentWorld, endpoint: AgentEndpoint
+) -> None:
+    """The others get their answers later, and none once the attempt is over."""
+    world.engine.held = asyncio.Event()
+    session = world.session(max_turns=100, max_tokens=400_000)
+    chat = json.dumps({"messages": ASKED, "max_tokens": 40}).encode()
+    most = 0
+    async with endpoint.serving(session) as access:
+        calls = [asyncio.create_task(post(access, "/v1/chat/completions", chat)) for _ in range(3 * MOST_CALLS)]
+        async with asyncio.timeout(20):
+            while world.engine.running < MOST_CALLS:
+                await asyncio.sleep(0.01)
+            command = await post(access, "/sandbox/run", b'{"command": "ls"}')
+            assert command.status_code == 200, "commands have places of their own"
+            most = world.engine.running
+            world.engine.held.set()
+            answered = await asyncio.gather(*calls)
+            world.engine.held.clear()
+            late = [asyncio.create_task(post(access, "/v1/chat/completions", chat)) for _ in range(2 * MOST_CALLS)]
+            while world.engine.running < MOST_CALLS:
+                await asyncio.sleep(0.01)
+    assert most == MOST_CALLS and {answer.status_code for answer in answered} == {200}
+    refused = [answer.json()["error"]["code"] for answer in await asyncio.gather(*late)]
+    assert sorted({*refused}) == ["episode_over", "invalid_api_key"]
+    turns = len(session.turns)
+    world.engine.held.set()
+    await asyncio.sleep(0)
+    assert len(session.turns) == turns and world.engine.running == 0
