@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -154,19 +153,3 @@ def test_the_part_outlives_a_supervisor_that_dies(tmp_path: Path) -> None:
     assert process.alive and identify(server_pid(tmp_path)) is not None
     stop_now(process, seconds=0)
     assert server._server.wait(20) == 0
-
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-ALONE = "import sys; from workers import fork_server, {0} as part; part.preload({1}); assert fork_server.alone()"
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [("roles", ["trainer"]), ("roles", ["rollout"]), ("engine", ["--name", "local-e0", "--port", "1"])],
-)
-def test_what_the_parts_import_starts_no_thread(tmp_path: Path, module: str, arguments: list[str]) -> None:
-    """With one, no process would be copied, and every restart would import again."""
-    env = os.environ | ENV | ONE_THREAD | {"RATCHET_HOME": str(tmp_path)}
-    code = ALONE.format(module, arguments)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
