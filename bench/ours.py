@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Engine
@@ -26,6 +26,7 @@ from workflows.contracts import VALID, Queue, RunState
 PARTS = ("temporal", "s3", "docker", "prepare", "vllm", "control", "trainer", "engines", "rollout")
 """Of a stack that trains whole runs."""
 LOOK_S = 0.2
+ENOUGH_S = 5.0
 COMPLETE = ("", "no_signal")
 """Reasons of groups all of whose siblings ended validly."""
 
@@ -34,10 +35,17 @@ async def start(client: Client, run: str, config: Mapping[str, Any]) -> None:
     await client.start_workflow("TrainingRun", config, id=run, task_queue=Queue.CONTROL)
 
 
-async def train(client: Client, run: str, config: Mapping[str, Any]) -> None:
-    """The whole run. Raises SystemExit where it fails."""
+async def train(client: Client, run: str, config: Mapping[str, Any], until: Callable[[], bool] = lambda: False) -> None:
+    """The whole run, or until `until`, asked every few seconds, says that it is enough. Raises SystemExit where it
+    fails."""
     await start(client, run, config)
-    status = await client.get_workflow_handle(run).result()
+    ended = asyncio.create_task(client.get_workflow_handle(run).result())
+    while not ended.done():
+        if await asyncio.to_thread(until):
+            ended.cancel()
+            return await cancel(client, run)
+        await asyncio.wait([ended], timeout=ENOUGH_S)
+    status = ended.result()
     if status["state"] != "finished" or status["step"] != config["training"]["steps"]:
         raise SystemExit(f"{run} ended early: {status}")
 

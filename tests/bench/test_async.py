@@ -48,3 +48,22 @@ def test_the_modes_differ_in_nothing_but_what_they_wait_for() -> None:
     assert (sync["training"].pop("steps"), lagging["training"].pop("steps")) == (12, 18)
     assert (sync["rollout"].pop("max_off_policy_steps"), lagging["rollout"].pop("max_off_policy_steps")) == (1, 2)
     assert sync == lagging
+
+
+def test_what_was_measured_is_in_the_file_and_not_measured_again(tmp_path: Path) -> None:
+    options = bench.arguments(["--save", str(tmp_path / "async.json")])
+    first = bench.Measured(options)
+    first.add(2, "async 1", line(5.0, [0.25, 0.5]), {"lag": 0.5})
+    first.save()
+    again = bench.Measured(options)
+    assert again.has(2, "async 1") and not again.has(2, "sync") and not again.has(0, "async 1")
+    assert (again.curves, again.figures) == (first.curves, first.figures)
+
+
+def test_a_file_of_other_options_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "async.json"
+    bench.Measured(bench.arguments(["--save", str(path)])).save()
+    before = path.read_text()
+    with pytest.raises(SystemExit, match=r"'pace': 4\.0.*name another file"):
+        bench.Measured(bench.arguments(["--save", str(path), "--pace", "20"]))
+    assert path.read_text() == before
